@@ -1,0 +1,273 @@
+#include "core/thread_pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace forge {
+namespace {
+
+// Workers spin this long for the next region before they sleep: waking a sleeping thread costs tens
+// of microseconds, more than a small attention call takes.
+constexpr auto kSpinTime = std::chrono::microseconds(200);
+constexpr int kMaxThreads = 1024;
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+std::vector<int> allowed_cpus() {
+  std::vector<int> cpus;
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) {
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+    }
+  }
+#endif
+  if (cpus.empty()) {
+    const int count = std::max(1u, std::thread::hardware_concurrency());
+    for (int cpu = 0; cpu < count; ++cpu) cpus.push_back(cpu);
+  }
+  return cpus;
+}
+
+// CPUs' worth of time that a cgroup grants, rounded up; a large number where there is no limit.
+int cgroup_cpu_limit() {
+#if defined(__linux__)
+  long long quota = -1, period = 0;
+  if (FILE* file = std::fopen("/sys/fs/cgroup/cpu.max", "re")) {  // cgroup v2; "max 100000": none
+    if (std::fscanf(file, "%lld %lld", &quota, &period) != 2) quota = -1;
+    std::fclose(file);
+  } else if (FILE* v1 = std::fopen("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "re")) {
+    if (std::fscanf(v1, "%lld", &quota) != 1) quota = -1;
+    std::fclose(v1);
+    if (FILE* v1_period = std::fopen("/sys/fs/cgroup/cpu/cpu.cfs_period_us", "re")) {
+      if (std::fscanf(v1_period, "%lld", &period) != 1) period = 0;
+      std::fclose(v1_period);
+    }
+  }
+  if (quota > 0 && period > 0) return static_cast<int>((quota + period - 1) / period);
+#endif
+  return kMaxThreads;
+}
+
+// One parallel region: tasks are claimed off a shared counter, first to last.
+struct Region {
+  TaskFunction function;
+  void* context;
+  std::int64_t tasks;
+  std::atomic<std::int64_t> next{0};
+
+  void run(int worker) {
+    for (;;) {
+      const std::int64_t task = next.fetch_add(1, std::memory_order_relaxed);
+      if (task >= tasks) return;
+      function(context, task, worker);
+    }
+  }
+};
+
+// A worker and its mailbox. The caller offers a region; the worker takes it, or the caller takes the
+// offer back when nothing is left to do, so that a late wake-up costs nothing.
+class Worker {
+ public:
+  explicit Worker(int cpu) : cpu_(cpu), thread_([this] { work(); }) { thread_.detach(); }
+
+  int cpu() const { return cpu_; }
+
+  void offer(Region* region, int index) {
+    region_ = region;
+    index_ = index;
+    state_.store(State::kOffered, std::memory_order_seq_cst);
+    if (asleep_.load(std::memory_order_seq_cst)) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      wake_.notify_one();
+    }
+  }
+
+  void retract_or_wait() {
+    State offered = State::kOffered;
+    if (state_.compare_exchange_strong(offered, State::kIdle, std::memory_order_acq_rel)) return;
+    for (int spins = 0; state_.load(std::memory_order_acquire) != State::kIdle; ++spins) {
+      if (spins < 20000) {
+        pause_cpu();
+      } else {
+        std::this_thread::yield();
+      }
+    }
+  }
+
+ private:
+  enum class State { kIdle, kOffered, kRunning };
+
+  void work() {
+#if defined(__linux__)
+    // Pinned: some schedulers leave a woken thread on its waker's CPU for milliseconds.
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpu_, &set);
+    sched_setaffinity(0, sizeof set, &set);
+#endif
+    for (;;) {
+      wait_for_offer();
+      State offered = State::kOffered;
+      if (state_.compare_exchange_strong(offered, State::kRunning, std::memory_order_acq_rel)) {
+        region_->run(index_);
+        state_.store(State::kIdle, std::memory_order_release);
+      }
+    }
+  }
+
+  bool offered() const { return state_.load(std::memory_order_seq_cst) == State::kOffered; }
+
+  void wait_for_offer() {
+    const auto deadline = std::chrono::steady_clock::now() + kSpinTime;
+    for (int spins = 1; !offered(); ++spins) {
+      pause_cpu();
+      if (spins % 64 == 0 && std::chrono::steady_clock::now() > deadline) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        asleep_.store(true, std::memory_order_seq_cst);
+        wake_.wait(lock, [this] { return offered(); });
+        asleep_.store(false, std::memory_order_seq_cst);
+      }
+    }
+  }
+
+  const int cpu_;
+  Region* region_ = nullptr;
+  int index_ = 0;
+  std::atomic<State> state_{State::kIdle};
+  std::atomic<bool> asleep_{false};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::thread thread_;  // last: starts when the rest is ready
+};
+
+class Pool {
+ public:
+  Pool() : cpus_(allowed_cpus()) {}
+
+  std::mutex& region_lock() { return region_lock_; }
+
+  // The caller holds region_lock.
+  void run(std::int64_t tasks, TaskFunction function, void* context, int threads) {
+    start_workers(threads);
+    Region region{function, context, tasks};
+    const int cpu = current_cpu();
+    std::vector<Worker*>& helpers = helpers_;
+    helpers.clear();
+    // Workers on other CPUs first: one on the caller's CPU could only take turns with it.
+    for (const bool other_cpu : {true, false}) {
+      for (const auto& worker : workers_) {
+        if ((worker->cpu() != cpu) == other_cpu && static_cast<int>(helpers.size()) < threads - 1) {
+          helpers.push_back(worker.get());
+          worker->offer(&region, static_cast<int>(helpers.size()));
+        }
+      }
+    }
+    region.run(0);
+    for (Worker* worker : helpers) worker->retract_or_wait();
+  }
+
+ private:
+  // One more than takes part, where there are CPUs for it: the one on the caller's CPU is left out.
+  void start_workers(int threads) {
+    const int spare = threads <= static_cast<int>(cpus_.size()) ? 0 : 1;
+    try {
+      while (static_cast<int>(workers_.size()) < threads - spare) {
+        workers_.push_back(std::make_unique<Worker>(cpus_[workers_.size() % cpus_.size()]));
+      }
+    } catch (const std::system_error&) {
+      // The system grants no more threads: the region runs on those there are.
+    }
+  }
+
+  static int current_cpu() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+  }
+
+  const std::vector<int> cpus_;
+  std::vector<std::unique_ptr<Worker>> workers_;  // live as long as the process
+  std::vector<Worker*> helpers_;                  // of the current region
+  std::mutex region_lock_;
+};
+
+// The pool of this process. Never destroyed: workers may be inside it at exit, and a forked child,
+// which has no workers, leaks its parent's and starts its own.
+std::atomic<Pool*> process_pool{nullptr};
+std::atomic<int> thread_count{0};
+
+Pool& current_pool() {
+  Pool* existing = process_pool.load(std::memory_order_acquire);
+  if (existing != nullptr) return *existing;
+  Pool* fresh = new Pool;
+  if (!process_pool.compare_exchange_strong(existing, fresh, std::memory_order_acq_rel)) {
+    delete fresh;  // holds no threads yet
+    return *existing;
+  }
+#if defined(__unix__) || defined(__APPLE__)
+  static const int registered = pthread_atfork(
+      nullptr, nullptr, [] { process_pool.store(nullptr, std::memory_order_release); });
+  (void)registered;
+#endif
+  return *fresh;
+}
+
+}  // namespace
+
+int usable_cpus() {
+  static const int cpus =
+      std::max(1, std::min(static_cast<int>(allowed_cpus().size()), cgroup_cpu_limit()));
+  return cpus;
+}
+
+int num_threads() {
+  const int threads = thread_count.load(std::memory_order_relaxed);
+  return threads > 0 ? threads : usable_cpus();
+}
+
+void set_num_threads(int threads) {
+  thread_count.store(std::clamp(threads, 0, kMaxThreads), std::memory_order_relaxed);
+}
+
+void run_tasks(std::int64_t tasks, TaskFunction function, void* context) {
+  const int threads = static_cast<int>(std::min<std::int64_t>(num_threads(), tasks));
+  if (threads > 1) {
+    Pool& pool = current_pool();
+    std::unique_lock<std::mutex> lock(pool.region_lock(), std::try_to_lock);
+    if (lock.owns_lock()) {
+      pool.run(tasks, function, context, threads);
+      return;
+    }
+  }
+  for (std::int64_t task = 0; task < tasks; ++task) function(context, task, 0);
+}
+
+}  // namespace forge

@@ -1,0 +1,35 @@
+// One pool of worker threads for the whole process. What a task computes must not depend on which
+// thread runs it; then results do not depend on the number of threads.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace forge {
+
+// CPUs this process may use: its affinity mask, capped by a cgroup CPU quota.
+int usable_cpus();
+
+// Threads a parallel_for uses, the caller included. 0 in set_num_threads means usable_cpus().
+int num_threads();
+void set_num_threads(int threads);
+
+using TaskFunction = void (*)(void* context, std::int64_t task, int worker);
+
+// Runs function(context, task, worker) for every task in [0, tasks), in ascending order of start, on
+// up to num_threads() threads; returns when all are done. worker is in [0, num_threads()) and unique
+// among tasks that run at the same time: an index for scratch memory. Tasks must not throw.
+// When another thread is already inside, the call runs all its tasks on its own thread.
+void run_tasks(std::int64_t tasks, TaskFunction function, void* context);
+
+template <typename Body>
+void parallel_for(std::int64_t tasks, Body&& body) {
+  run_tasks(
+      tasks,
+      [](void* context, std::int64_t task, int worker) {
+        (*static_cast<std::remove_reference_t<Body>*>(context))(task, worker);
+      },
+      &body);
+}
+
+}  // namespace forge

@@ -1,0 +1,78 @@
+// One description of an attention problem, read by C++ and by Metal shaders alike.
+#pragma once
+
+#ifdef __METAL_VERSION__
+#include <metal_stdlib>
+#define FORGE_INLINE static inline
+#else
+#include <cstddef>
+#include <cstdint>
+// Internal linkage: the same header is compiled for several CPU targets, and the linker must never
+// pick another target's copy of a function.
+#define FORGE_INLINE static inline __attribute__((always_inline))
+#endif
+
+namespace forge {
+
+#ifdef __METAL_VERSION__
+typedef int Int32;
+typedef long Int64;
+#else
+using Int32 = std::int32_t;
+using Int64 = std::int64_t;
+#endif
+
+// Element (not byte) strides of one [B, T, heads, hd] array; the last axis has unit stride.
+struct AttnStrides {
+  Int64 batch;
+  Int64 row;
+  Int64 head;
+};
+
+// Where sequence b stands: query i is at key position i + query_offset, and keys outside
+// [key_start, key_end) are seen by nobody.
+struct AttnRange {
+  Int64 query_offset;
+  Int64 key_start;
+  Int64 key_end;
+};
+
+// Sizes, options and strides. Real is float for every device; double exists on the CPU only.
+template <typename Real>
+struct AttnParamsOf {
+  Int64 B;             // batch
+  Int64 Tq;            // query length
+  Int64 Tk;            // key length
+  Int64 window_left;   // keys seen to the left of the query's position, self not counted; -1: all
+  Int64 window_right;  // likewise to the right
+  AttnStrides q;
+  AttnStrides k;
+  AttnStrides v;
+  AttnStrides o;
+  AttnStrides dout;
+  AttnStrides dq;
+  AttnStrides dk;
+  AttnStrides dv;
+  Int32 H;       // query heads
+  Int32 Hkv;     // key/value heads; query head h reads kv head h / (H / Hkv)
+  Int32 hd;      // head dim
+  Int32 causal;  // 0 or 1
+  Real scale;    // x = scale * (q . k)
+  Real softcap;  // s = softcap * tanh(x / softcap); 0: off
+};
+
+typedef AttnParamsOf<float> AttnParams;
+
+#ifndef __METAL_VERSION__
+static_assert(sizeof(AttnStrides) == 24, "layout shared with the shaders");
+static_assert(sizeof(AttnRange) == 24, "layout shared with the shaders");
+static_assert(sizeof(AttnParams) == 256, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, window_left) == 24, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, q) == 40, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, dv) == 208, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, H) == 232, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, scale) == 248, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, softcap) == 252, "layout shared with the shaders");
+#endif
+
+}  // namespace forge
