@@ -1,0 +1,405 @@
+"""attention, attention_forward, attention_backward and what is saved between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forge import _forge, _run
+from forge._arrays import IN_PLACE, Array, as_input, as_output, check_overlap, new_array, split_heads
+from forge._memory import check_memory
+from forge._options import (
+    Heads,
+    MaskAndScale,
+    Positions,
+    Window,
+    backend_name,
+    compiled_options,
+    head_counts,
+    kernel_name,
+)
+
+_P_INSTEAD = "kernel='fused' needs no p"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The inputs of one forward call, checked: q, k, v with heads split, and its options."""
+
+    q: Array
+    k: Array
+    v: Array
+    ndim: int
+    heads: Heads
+    options: _forge.Options
+    kernel: str
+    arrays: dict[str, str]
+
+    def query_shape(self) -> tuple[int, ...]:
+        sizes = self.heads
+        if self.ndim == 4:
+            return sizes.B, sizes.Tq, sizes.H, sizes.hd
+        return sizes.B, sizes.Tq, sizes.H * sizes.hd
+
+    def key_shape(self) -> tuple[int, ...]:
+        sizes = self.heads
+        if self.ndim == 4:
+            return sizes.B, sizes.Tk, sizes.Hkv, sizes.hd
+        return sizes.B, sizes.Tk, sizes.Hkv * sizes.hd
+
+    def row_shape(self) -> tuple[int, int, int]:
+        return self.heads.B, self.heads.H, self.heads.Tq
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Saved:
+    """What a forward call keeps for its backward: references to q, k, v and out, the row statistics
+    and the options. Arrays are not copied: do not write into them before the backward.
+    """
+
+    _call: _Call
+    out: Array
+    """``o``, in the rank of q."""
+    row_max: Array
+    """``m``, the maximum of each row's visible scores; ``[B, H, Tq]``; -inf for a dead row."""
+    row_sum: Array
+    """``l``, the sum of ``exp(s - m)`` over the visible keys; ``[B, H, Tq]``; 0 for a dead row."""
+    _probs: Array | None
+    backend: str
+    """The backend that ran, and that the backward will run on."""
+
+    @property
+    def kernel(self) -> str:
+        """The kernel family asked for: ``"fused"`` or ``"materialized"``."""
+        return self._call.kernel
+
+    @property
+    def lse(self) -> Array:
+        """Log-sum-exp of the scaled, capped, visible scores, natural log; ``[B, H, Tq]``.
+
+        -inf for a row that sees no key.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            lse: Array = self.row_max + np.log(self.row_sum)
+        return lse
+
+    @property
+    def probs(self) -> Array:
+        """``p``, ``[B, H, Tq, Tk]``; only from ``kernel="materialized"``.
+
+        Raises:
+            ValueError: the forward ran with another kernel.
+        """
+        if self._probs is None:
+            raise ValueError(
+                f"probs must come from a forward with kernel='materialized', "
+                f"got kernel={self.kernel!r}"
+            )
+        return self._probs
+
+    @property
+    def q(self) -> Array:
+        """The queries the forward read, in the rank they came in."""
+        return self._call.q.reshape(self._call.query_shape())
+
+    @property
+    def k(self) -> Array:
+        """The keys the forward read, in the rank they came in."""
+        return self._call.k.reshape(self._call.key_shape())
+
+    @property
+    def v(self) -> Array:
+        """The values the forward read, in the rank they came in."""
+        return self._call.v.reshape(self._call.key_shape())
+
+    def __repr__(self) -> str:
+        sizes = self._call.heads
+        return (
+            f"Saved(kernel={self.kernel!r}, backend={self.backend!r}, B={sizes.B}, Tq={sizes.Tq}, "
+            f"Tk={sizes.Tk}, H={sizes.H}, Hkv={sizes.Hkv}, hd={sizes.hd})"
+        )
+
+
+def _check_dtype(arrays: dict[str, Array], kernel: str) -> None:
+    dtype = arrays["q"].dtype
+    for name, array in arrays.items():
+        if array.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype} as q is, got {array.dtype}")
+    if dtype == np.float64 and kernel == "fused":
+        raise TypeError(
+            "q must be float32 for kernel='fused', got float64; float64 needs kernel='materialized'"
+        )
+
+
+def _prepare(
+    q: object,
+    k: object,
+    v: object,
+    given: MaskAndScale,
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    kernel: object,
+    backend: object,
+) -> _Call:
+    family = kernel_name(kernel)
+    inputs, how = {}, {}
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        inputs[name], how[name] = as_input(name, value)
+    _check_dtype(inputs, family)
+    heads = head_counts(inputs["q"], inputs["k"], inputs["v"], num_heads, num_kv_heads)
+    return _Call(
+        q=split_heads(inputs["q"], heads.H),
+        k=split_heads(inputs["k"], heads.Hkv),
+        v=split_heads(inputs["v"], heads.Hkv),
+        ndim=inputs["q"].ndim,
+        heads=heads,
+        options=compiled_options(
+            given, heads, inputs["q"].dtype, family, backend_name(backend)
+        ),
+        kernel=family,
+        arrays=how,
+    )
+
+
+def _forward(call: _Call, out: object) -> tuple[Array, Saved]:
+    shape, dtype = call.query_shape(), call.q.dtype
+    sizes = call.heads
+    probs = None
+    if call.kernel == "materialized":
+        p_shape = (sizes.B, sizes.H, sizes.Tq, sizes.Tk)
+        check_memory("p", p_shape, dtype, _P_INSTEAD)
+    if out is None:
+        o: Array = new_array("out", shape, dtype)
+        result = o
+    else:
+        o = as_output("out", out, shape, dtype)
+        check_overlap({"out": o}, {"q": call.q, "k": call.k, "v": call.v})
+        result = out  # type: ignore[assignment]
+    if call.kernel == "materialized":
+        probs = np.empty(p_shape, dtype)
+    row_max = np.empty(call.row_shape(), dtype)
+    row_sum = np.empty(call.row_shape(), dtype)
+    ran = _forge.attention_fwd(
+        call.q, call.k, call.v, split_heads(o, sizes.H), probs, row_max, row_sum, call.options
+    )
+    _run.record(ran, call.kernel, call.arrays)
+    return result, Saved(call, o, row_max, row_sum, probs, ran["backend"])
+
+
+def attention(
+    q: object,
+    k: object,
+    v: object,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    query_offset: Positions = None,
+    key_start: Positions = None,
+    key_end: Positions = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    kernel: str | None = None,
+    backend: str | None = None,
+    out: Array | None = None,
+) -> Array:
+    """Exact attention, ``softmax(mask(cap(scale * q k^T))) v``.
+
+    Args:
+        q: queries, float32 ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]``. Any strides are read in place
+            as long as the last axis has unit stride; byte-swapped, misaligned or last-axis-strided
+            arrays are copied, and :func:`last_run` says so.
+        k: keys, ``[B, Tk, Hkv, hd]`` or ``[B, Tk, Hkv * hd]``, of q's rank and dtype. Query head
+            ``h`` reads key/value head ``h // (H / Hkv)``.
+        v: values, of k's shape.
+        causal: a query sees no key after its own position.
+        window: an int >= 1: that many keys up to and including the query's position;
+            ``(left, right)``: so many keys on either side, itself not counted, -1 for no limit.
+        softcap: ``s = softcap * tanh(x / softcap)`` before the mask; None or 0: off.
+        scale: factor of ``q . k``; ``1 / sqrt(hd)`` by default.
+        query_offset: key position of query 0, an int or an int array ``[B]``. By default
+            ``Tk - Tq``: the last query stands at the last key.
+        key_start: first visible key, an int or an int array ``[B]`` in ``[0, Tk]``.
+        key_end: one past the last visible key, likewise.
+        num_heads: ``H``; needed for 3-D arrays.
+        num_kv_heads: ``Hkv``; for 3-D arrays, ``H`` by default.
+        kernel: ``"fused"`` (the default; O(T) memory, float32) or ``"materialized"`` (keeps ``p``;
+            a plain loop nest in a fixed order, float32 and float64).
+        backend: ``"cpu"`` or ``"metal"``; by default FORGE_BACKEND, else the first that serves.
+        out: array to write the result into; it may overlap no input.
+
+    Returns:
+        ``o`` in q's rank and dtype. Rows that see no key are 0.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes or values, or a combination that kernel or backend cannot serve.
+        MemoryError: ``p`` or the result does not fit; raised before anything is allocated.
+        RuntimeError: the device failed; the content of ``out`` is then undefined.
+    """
+    given = MaskAndScale(
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        query_offset=query_offset,
+        key_start=key_start,
+        key_end=key_end,
+    )
+    return _forward(_prepare(q, k, v, given, num_heads, num_kv_heads, kernel, backend), out)[0]
+
+
+def attention_forward(
+    q: object,
+    k: object,
+    v: object,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    query_offset: Positions = None,
+    key_start: Positions = None,
+    key_end: Positions = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    kernel: str | None = None,
+    backend: str | None = None,
+    out: Array | None = None,
+) -> tuple[Array, Saved]:
+    """Exact attention, and what its backward needs.
+
+    Takes what :func:`attention` takes, raises what it raises.
+
+    Returns:
+        ``(o, saved)``: pass ``saved`` to :func:`attention_backward`, which takes its options from it.
+    """
+    given = MaskAndScale(
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        query_offset=query_offset,
+        key_start=key_start,
+        key_end=key_end,
+    )
+    return _forward(_prepare(q, k, v, given, num_heads, num_kv_heads, kernel, backend), out)
+
+
+def attention_backward(
+    dout: object,
+    saved: Saved,
+    *,
+    dlse: object = None,
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
+    accumulate: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Gradients of q, k and v.
+
+    ``ds = p * (dp - d)`` with ``dp = dout . v`` and ``d = dout . o - dlse`` (FlashAttention-2,
+    Dao 2023, section 3.1.2), times ``1 - tanh(x / softcap)^2`` under a softcap.
+
+    Args:
+        dout: gradient of ``o``; o's shape and dtype.
+        saved: from :func:`attention_forward`; the options, the kernel and the backend are its own.
+        dlse: gradient of ``saved.lse``, ``[B, H, Tq]``; None is 0.
+        dq: array to write the gradient of q into; q's shape, overlapping nothing else.
+        dk: likewise for k.
+        dv: likewise for v.
+        accumulate: add to what dq, dk and dv hold; all three must then be given.
+
+    Returns:
+        ``(dq, dk, dv)``: new arrays in the rank of q, or the very arrays handed in. Keys that nobody
+        sees get exact zeros.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, overlapping outputs, or accumulate without outputs.
+        MemoryError: the gradients do not fit.
+        RuntimeError: the device failed; the content of the outputs is then undefined.
+    """
+    if not isinstance(saved, Saved):
+        raise TypeError(f"saved must come from attention_forward, got {type(saved).__name__}")
+    if not isinstance(accumulate, (bool, np.bool_)):
+        raise TypeError(f"accumulate must be a bool, got {type(accumulate).__name__}")
+    call = saved._call
+    dtype = call.q.dtype
+    gradient, how = as_input("dout", dout)
+    arrays = {**call.arrays, "dout": how}
+    inputs = {"dout": gradient}
+    if dlse is not None:
+        inputs["dlse"], arrays["dlse"] = as_input("dlse", dlse)
+    for name, array in inputs.items():
+        if array.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype} as q is, got {array.dtype}")
+        expected = call.query_shape() if name == "dout" else call.row_shape()
+        if array.shape != expected:
+            raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
+    outputs, results = _gradients(call, saved, inputs, {"dq": dq, "dk": dk, "dv": dv}, accumulate)
+    _run_backward(saved, inputs, outputs, bool(accumulate), arrays)
+    return results["dq"], results["dk"], results["dv"]
+
+
+def _gradients(
+    call: _Call,
+    saved: Saved,
+    inputs: dict[str, Array],
+    given: dict[str, Array | None],
+    accumulate: bool,
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the arrays to write into and those to return: views of, or the very arrays given."""
+    shapes = {"dq": call.query_shape(), "dk": call.key_shape(), "dv": call.key_shape()}
+    outputs, results = {}, {}
+    for name, value in given.items():
+        if value is not None:
+            outputs[name] = as_output(name, value, shapes[name], call.q.dtype)
+            results[name] = value
+        elif accumulate:
+            raise ValueError(f"{name} must be given to accumulate into, got None")
+    if outputs:
+        read = {"q": call.q, "k": call.k, "v": call.v, "out": saved.out}
+        read.update(inputs, row_max=saved.row_max, row_sum=saved.row_sum)
+        if saved._probs is not None:
+            read["probs"] = saved._probs
+        check_overlap(outputs, read)
+    for name, shape in shapes.items():
+        if name not in outputs:
+            outputs[name] = results[name] = new_array(name, shape, call.q.dtype)
+    return outputs, results
+
+
+def _run_backward(
+    saved: Saved,
+    inputs: dict[str, Array],
+    outputs: dict[str, Array],
+    accumulate: bool,
+    arrays: dict[str, str],
+) -> None:
+    call = saved._call
+    H, Hkv = call.heads.H, call.heads.Hkv
+    options = call.options.on_backend(saved.backend)
+    given = {
+        "q": call.q,
+        "k": call.k,
+        "v": call.v,
+        "o": split_heads(saved.out, H),
+        "dout": split_heads(inputs["dout"], H),
+        "row_max": saved.row_max,
+        "row_sum": saved.row_sum,
+        "dq": split_heads(outputs["dq"], H),
+        "dk": split_heads(outputs["dk"], Hkv),
+        "dv": split_heads(outputs["dv"], Hkv),
+    }
+    if saved._probs is not None:
+        given["p"] = saved._probs
+    if "dlse" in inputs:
+        given["dlse"] = np.ascontiguousarray(inputs["dlse"])
+        if given["dlse"] is not inputs["dlse"] and arrays["dlse"] == IN_PLACE:
+            arrays["dlse"] = "copied: not C-contiguous"
+    ran = _forge.attention_bwd(given, accumulate, options)
+    _run.record(ran, call.kernel, arrays)
