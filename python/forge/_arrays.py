@@ -140,7 +140,8 @@ def empty(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Array:
     whole = max(1, -(-nbytes // page)) * page
     block = np.empty(whole + page, np.uint8)
     start = -block.ctypes.data % page
-    return block[start : start + nbytes].view(kind).reshape(extents)
+    array: Array = block[start : start + nbytes].view(kind).reshape(extents)
+    return array
 
 
 def _page_size() -> int:

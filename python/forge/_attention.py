@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from forge import _forge, _run
-from forge._arrays import IN_PLACE, Array, as_input, as_output, check_overlap, new_array, split_heads
+from forge._arrays import (
+    IN_PLACE,
+    Array,
+    as_input,
+    as_output,
+    check_overlap,
+    new_array,
+    split_heads,
+)
 from forge._memory import check_memory
 from forge._options import (
     Heads,
@@ -55,8 +62,10 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Saved:
-    """What a forward call keeps for its backward: references to q, k, v and out, the row statistics
-    and the options. Arrays are not copied: do not write into them before the backward.
+    """What a forward call keeps for its backward.
+
+    References to q, k, v and out, the row statistics and the options. Arrays are not copied: do not
+    write into them before the backward.
     """
 
     _call: _Call
@@ -155,9 +164,7 @@ def _prepare(
         v=split_heads(inputs["v"], heads.Hkv),
         ndim=inputs["q"].ndim,
         heads=heads,
-        options=compiled_options(
-            given, heads, inputs["q"].dtype, family, backend_name(backend)
-        ),
+        options=compiled_options(given, heads, inputs["q"].dtype, family, backend_name(backend)),
         kernel=family,
         arrays=how,
     )
@@ -275,7 +282,7 @@ def attention_forward(
     Takes what :func:`attention` takes, raises what it raises.
 
     Returns:
-        ``(o, saved)``: pass ``saved`` to :func:`attention_backward`, which takes its options from it.
+        ``(o, saved)``: :func:`attention_backward` takes ``saved``, options and all.
     """
     given = MaskAndScale(
         causal=causal,
@@ -314,8 +321,8 @@ def attention_backward(
         accumulate: add to what dq, dk and dv hold; all three must then be given.
 
     Returns:
-        ``(dq, dk, dv)``: new arrays in the rank of q, or the very arrays handed in. Keys that nobody
-        sees get exact zeros.
+        ``(dq, dk, dv)``: new arrays in the rank of q, or the very arrays handed in. Keys that
+        nobody sees get exact zeros.
 
     Raises:
         TypeError: wrong types or dtypes.

@@ -1,4 +1,4 @@
-"""How much memory the process can still get, so that a call too large is refused before it starts."""
+"""How much memory the process can get, so that a call too large is refused before it starts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import numpy as np
 _SMALL = 64 << 20
 
 
-def check_memory(
-    name: str, shape: tuple[int, ...], dtype: np.dtype[Any], instead: str = ""
-) -> int:
+def check_memory(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], instead: str = "") -> int:
     """Return the bytes of an array of that shape, or refuse it where memory will not do.
 
     Raises:

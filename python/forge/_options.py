@@ -59,10 +59,7 @@ def head_counts(
         raise ValueError(f"v must have the shape of k, got {v.shape} and {k.shape}")
     H = None if num_heads is None else as_int("num_heads", num_heads)
     Hkv = None if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads)
-    if q.ndim == 4:
-        sizes = _heads_of_4d(q, k, H, Hkv)
-    else:
-        sizes = _heads_of_3d(q, k, H, Hkv)
+    sizes = (_heads_of_4d if q.ndim == 4 else _heads_of_3d)(q, k, H, Hkv)
     if sizes.H % sizes.Hkv:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got {sizes.H} and {sizes.Hkv}"

@@ -1,6 +1,6 @@
 """The four materialized kernels one by one, for parity tests and for porting training loops.
 
-Each computes in a fixed order, one rounding an operation, on float32 arrays of the caller's: nothing
+Each computes in a fixed order, one rounding an operation, on the caller's float32 arrays: nothing
 is copied, nothing allocated. An array that the kernels cannot use in place is an error here. The
 three backward kernels add to what their outputs hold: zero them first, or hand in gradients to add
 to.
@@ -84,8 +84,11 @@ def attention_fwd_f32(
         row_max=(row_max, rows),
         row_sum=(row_sum, rows),
     )
+    q, k, v = _split(inputs, heads)
     ran = _forge.attention_fwd_f32(
-        *_split(inputs, heads, "q", "k", "v"),
+        q,
+        k,
+        v,
         split_heads(outputs["o"], heads.H),
         outputs["p"],
         outputs["row_max"],
@@ -126,7 +129,8 @@ def attention_bwd_d_f32(
         _require_shape("dlse", inputs["dlse"], rows)
     outputs = _outputs(inputs, d_row=(d_row, rows))
     ran = _forge.attention_bwd_d_f32(
-        *_split(inputs, heads, "o", "dout"),
+        split_heads(inputs["o"], heads.H),
+        split_heads(inputs["dout"], heads.H),
         inputs.get("dlse"),
         outputs["d_row"],
         _options(MaskAndScale(), heads, backend),
@@ -172,8 +176,14 @@ def attention_bwd_dq_f32(
     inputs = _inputs(q=q, k=k, v=v, p=p, dout=dout, d_row=d_row)
     heads = _backward_heads(inputs, num_heads, num_kv_heads)
     outputs = _outputs(inputs, dq=(dq, inputs["q"].shape))
+    q, k, v = _split(inputs, heads)
     ran = _forge.attention_bwd_dq_f32(
-        *_split(inputs, heads, "q", "k", "v", "p", "dout", "d_row"),
+        q,
+        k,
+        v,
+        inputs["p"],
+        split_heads(inputs["dout"], heads.H),
+        inputs["d_row"],
         split_heads(outputs["dq"], heads.H),
         _options(given, heads, backend),
     )
@@ -219,8 +229,14 @@ def attention_bwd_dkv_f32(
     inputs = _inputs(q=q, k=k, v=v, p=p, dout=dout, d_row=d_row)
     heads = _backward_heads(inputs, num_heads, num_kv_heads)
     outputs = _outputs(inputs, dk=(dk, inputs["k"].shape), dv=(dv, inputs["v"].shape))
+    q, k, v = _split(inputs, heads)
     ran = _forge.attention_bwd_dkv_f32(
-        *_split(inputs, heads, "q", "k", "v", "p", "dout", "d_row"),
+        q,
+        k,
+        v,
+        inputs["p"],
+        split_heads(inputs["dout"], heads.H),
+        inputs["d_row"],
         split_heads(outputs["dk"], heads.Hkv),
         split_heads(outputs["dv"], heads.Hkv),
         _options(given, heads, backend),
@@ -229,7 +245,6 @@ def attention_bwd_dkv_f32(
 
 
 _CONTIGUOUS = frozenset({"p", "row_max", "row_sum", "d_row", "dlse"})
-_KEY_LIKE = frozenset({"k", "v"})
 
 
 def _inputs(**values: object) -> dict[str, Array]:
@@ -277,13 +292,12 @@ def _backward_heads(
     return heads
 
 
-def _split(inputs: dict[str, Array], heads: Heads, *names: str) -> list[Array]:
-    return [
-        inputs[name]
-        if name in _CONTIGUOUS
-        else split_heads(inputs[name], heads.Hkv if name in _KEY_LIKE else heads.H)
-        for name in names
-    ]
+def _split(inputs: dict[str, Array], heads: Heads) -> tuple[Array, Array, Array]:
+    return (
+        split_heads(inputs["q"], heads.H),
+        split_heads(inputs["k"], heads.Hkv),
+        split_heads(inputs["v"], heads.Hkv),
+    )
 
 
 def _options(given: MaskAndScale, heads: Heads, backend: str | None) -> _forge.Options:

@@ -1,0 +1,54 @@
+# make demo: train a small language model with forge and draw what it learnt.
+# make test: build everything and run all tests, C++ and Python.
+# Both need Python >= 3.10, make and a C++17 compiler; the rest is made in .venv and build/.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+PRESET ?= dev
+DEMO_ARGS ?=
+
+.PHONY: demo test sanitize lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	$(PIP) install --quiet "tqdm>=4.60" "matplotlib>=3.6"
+	$(PY) examples/train_char_lm.py $(DEMO_ARGS)
+
+test: $(VENV)/.installed
+	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "ruff>=0.6" "mypy>=1.11"
+	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
+	$(VENV)/bin/cmake --build build/$(PRESET)
+	$(VENV)/bin/ctest --preset $(PRESET)
+
+# The C++ tests under AddressSanitizer with UBSan, then under ThreadSanitizer.
+sanitize: $(VENV)/.installed
+	for preset in asan-ubsan tsan; do \
+	  $(VENV)/bin/cmake --preset $$preset -G Ninja \
+	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja && \
+	  $(VENV)/bin/cmake --build build/$$preset && $(VENV)/bin/ctest --preset $$preset || exit 1; \
+	done
+
+lint: $(VENV)/.installed
+	$(PIP) install --quiet "ruff>=0.6" "mypy>=1.11" "clang-format>=18"
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*')
+
+# The package, rebuilt when anything it is made of has changed.
+$(VENV)/.installed: $(VENV)/.tools pyproject.toml CMakeLists.txt README.md \
+    $(shell find csrc cmake python -type f -not -name '*.pyc')
+	$(PIP) install --quiet --no-build-isolation -C build-dir=build/wheel .
+	@touch $@
+
+$(VENV)/.tools:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "forge needs Python 3.10 or later; set PYTHON=python3.x"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "scikit-build-core>=0.10" "pybind11>=2.13" "cmake>=3.22" ninja
+	@touch $@
+
+clean:
+	rm -rf build $(VENV)
