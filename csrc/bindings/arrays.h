@@ -11,8 +11,8 @@
 namespace forge::bindings {
 
 // The array's memory, never a copy or a cast. Throws TypeError for what is no array or of another
-// dtype than float32 and float64, std::invalid_argument for memory that kernels cannot read in place
-// (byte-swapped, misaligned).
+// dtype than float32 and float64, std::invalid_argument for memory that kernels cannot read in
+// place (byte-swapped, misaligned).
 ArrayView view_of(const pybind11::handle& object, const std::string& name);
 
 // Records {query_offset, key_start, key_end} from a C-contiguous int64 array [B, 3].

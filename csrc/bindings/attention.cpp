@@ -362,15 +362,15 @@ void register_attention(py::module_& module) {
         return copy;
       });
   const py::arg options("options");
-  module.def("attention_fwd", &attention_fwd, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"),
-             py::arg("p"), py::arg("row_max"), py::arg("row_sum"), options);
+  module.def("attention_fwd", &attention_fwd, py::arg("q"), py::arg("k"), py::arg("v"),
+             py::arg("o"), py::arg("p"), py::arg("row_max"), py::arg("row_sum"), options);
   module.def("attention_bwd", &attention_bwd, py::arg("arrays"), py::arg("accumulate"), options);
   module.def("attention_fwd_f32", &attention_fwd_f32, py::arg("q"), py::arg("k"), py::arg("v"),
              py::arg("o"), py::arg("p"), py::arg("row_max"), py::arg("row_sum"), options);
   module.def("attention_bwd_d_f32", &attention_bwd_d_f32, py::arg("o"), py::arg("dout"),
              py::arg("dlse"), py::arg("d_row"), options);
-  module.def("attention_bwd_dq_f32", &attention_bwd_dq_f32, py::arg("q"), py::arg("k"), py::arg("v"),
-             py::arg("p"), py::arg("dout"), py::arg("d_row"), py::arg("dq"), options);
+  module.def("attention_bwd_dq_f32", &attention_bwd_dq_f32, py::arg("q"), py::arg("k"),
+             py::arg("v"), py::arg("p"), py::arg("dout"), py::arg("d_row"), py::arg("dq"), options);
   module.def("attention_bwd_dkv_f32", &attention_bwd_dkv_f32, py::arg("q"), py::arg("k"),
              py::arg("v"), py::arg("p"), py::arg("dout"), py::arg("d_row"), py::arg("dk"),
              py::arg("dv"), options);

@@ -90,8 +90,8 @@ struct Region {
   }
 };
 
-// A worker and its mailbox. The caller offers a region; the worker takes it, or the caller takes the
-// offer back when nothing is left to do, so that a late wake-up costs nothing.
+// A worker and its mailbox. The caller offers a region; the worker takes it, or the caller takes
+// the offer back when nothing is left to do, so that a late wake-up costs nothing.
 class Worker {
  public:
   explicit Worker(int cpu) : cpu_(cpu), thread_([this] { work(); }) { thread_.detach(); }

@@ -16,9 +16,9 @@ void set_num_threads(int threads);
 
 using TaskFunction = void (*)(void* context, std::int64_t task, int worker);
 
-// Runs function(context, task, worker) for every task in [0, tasks), in ascending order of start, on
-// up to num_threads() threads; returns when all are done. worker is in [0, num_threads()) and unique
-// among tasks that run at the same time: an index for scratch memory. Tasks must not throw.
+// Runs function(context, task, worker) for every task in [0, tasks), in ascending order of start,
+// on up to num_threads() threads; returns when all are done. worker is in [0, num_threads()) and
+// unique among tasks that run at the same time: an index for scratch memory. Tasks must not throw.
 // When another thread is already inside, the call runs all its tasks on its own thread.
 void run_tasks(std::int64_t tasks, TaskFunction function, void* context);
 

@@ -37,13 +37,14 @@ void check_sizes(const AttnParamsOf<double>& params) {
   require(params.H >= 1, "num_heads must be at least 1, got " + std::to_string(params.H));
   require(params.Hkv >= 1, "num_kv_heads must be at least 1, got " + std::to_string(params.Hkv));
   require(params.hd >= 1, "head dim must be at least 1, got " + std::to_string(params.hd));
-  require(params.H % params.Hkv == 0,
-          "num_heads must be a multiple of num_kv_heads, got " + std::to_string(params.H) + " and " +
-              std::to_string(params.Hkv));
+  require(params.H % params.Hkv == 0, "num_heads must be a multiple of num_kv_heads, got " +
+                                          std::to_string(params.H) + " and " +
+                                          std::to_string(params.Hkv));
 }
 
 void check_real(const char* name, double value, DType dtype) {
-  require(std::isfinite(value), std::string(name) + " must be finite, got " + std::to_string(value));
+  require(std::isfinite(value),
+          std::string(name) + " must be finite, got " + std::to_string(value));
   if (dtype == DType::kFloat32 && value != 0) {
     const double size = std::fabs(value);
     require(size <= std::numeric_limits<float>::max() && static_cast<float>(size) > 0,
@@ -62,7 +63,8 @@ void check_problem(const Problem& problem) {
           "window right must be at least -1, got " + std::to_string(params.window_right));
   check_real("scale", params.scale, problem.dtype);
   check_real("softcap", params.softcap, problem.dtype);
-  require(params.softcap >= 0, "softcap must not be negative, got " + std::to_string(params.softcap));
+  require(params.softcap >= 0,
+          "softcap must not be negative, got " + std::to_string(params.softcap));
   require(static_cast<std::int64_t>(problem.ranges.size()) == params.B,
           "ranges must hold one record a sequence");
   for (const AttnRange& range : problem.ranges) {
@@ -91,7 +93,8 @@ void check_contiguous_array(const ArrayView& array, const std::vector<std::int64
   bool empty = false;
   for (const std::int64_t extent : shape) empty = empty || extent == 0;
   for (std::size_t axis = shape.size(); axis-- > 0 && !empty;) {
-    require(shape[axis] < 2 || array.strides[axis] == expected, array.name + " must be C-contiguous");
+    require(shape[axis] < 2 || array.strides[axis] == expected,
+            array.name + " must be C-contiguous");
     expected *= shape[axis];
   }
 }

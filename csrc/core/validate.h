@@ -11,7 +11,8 @@
 
 namespace forge {
 
-// An array as the caller handed it over. Strides are in elements; those of axes shorter than 2 are 0.
+// An array as the caller handed it over. Strides are in elements; those of axes shorter than 2 are
+// 0.
 struct ArrayView {
   std::string name;
   void* data = nullptr;
@@ -24,8 +25,8 @@ struct ArrayView {
 // Throws std::invalid_argument that names the option, what it is and what it may be.
 void check_problem(const Problem& problem);
 
-// Strides of a [B, T, heads, hd] array of the problem's dtype with a unit last axis. Throws TypeError
-// for another dtype, std::invalid_argument for another shape or stride.
+// Strides of a [B, T, heads, hd] array of the problem's dtype with a unit last axis. Throws
+// TypeError for another dtype, std::invalid_argument for another shape or stride.
 AttnStrides check_heads_array(const ArrayView& array, const std::array<std::int64_t, 4>& shape,
                               DType dtype);
 

@@ -9,14 +9,13 @@ namespace {
 class NoMetalBackend final : public Backend {
  public:
   const char* name() const override { return "metal"; }
-  Support available() const override {
-    return {false, "this build of forge has no Metal backend"};
-  }
+  Support available() const override { return {false, "this build of forge has no Metal backend"}; }
   Support supports(const Problem&) const override { return available(); }
   RunInfo forward(const Problem&, const ForwardBuffers&, const std::string&) const override {
     refuse();
   }
-  RunInfo backward(const Problem&, const BackwardBuffers&, bool, const std::string&) const override {
+  RunInfo backward(const Problem&, const BackwardBuffers&, bool,
+                   const std::string&) const override {
     refuse();
   }
   RunInfo run_kernel(MaterializedKernel, const Problem&, const ForwardBuffers&,

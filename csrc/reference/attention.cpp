@@ -85,10 +85,10 @@ CpuTarget attention_bwd_dkv(const Problem& problem, const BackwardArrays<Real>& 
   return choice.target;
 }
 
-#define FORGE_INSTANTIATE(Real)                                                                    \
-  template CpuTarget attention_fwd(const Problem&, const ForwardArrays<Real>&, CpuTarget);         \
-  template CpuTarget attention_bwd_d(const Problem&, const BackwardArrays<Real>&, CpuTarget);      \
-  template CpuTarget attention_bwd_dq(const Problem&, const BackwardArrays<Real>&, CpuTarget);     \
+#define FORGE_INSTANTIATE(Real)                                                                \
+  template CpuTarget attention_fwd(const Problem&, const ForwardArrays<Real>&, CpuTarget);     \
+  template CpuTarget attention_bwd_d(const Problem&, const BackwardArrays<Real>&, CpuTarget);  \
+  template CpuTarget attention_bwd_dq(const Problem&, const BackwardArrays<Real>&, CpuTarget); \
   template CpuTarget attention_bwd_dkv(const Problem&, const BackwardArrays<Real>&, CpuTarget);
 FORGE_INSTANTIATE(float)
 FORGE_INSTANTIATE(double)

@@ -8,7 +8,8 @@ namespace forge::reference {
 
 // Each returns the target it ran on. The backward kernels add to what dq, dk and dv hold.
 template <typename Real>
-CpuTarget attention_fwd(const Problem& problem, const ForwardArrays<Real>& arrays, CpuTarget target);
+CpuTarget attention_fwd(const Problem& problem, const ForwardArrays<Real>& arrays,
+                        CpuTarget target);
 template <typename Real>
 CpuTarget attention_bwd_d(const Problem& problem, const BackwardArrays<Real>& arrays,
                           CpuTarget target);

@@ -1,5 +1,5 @@
-// Compiled once per target: FORGE_TARGET names the namespace, the build sets the instruction set and
-// turns contraction off.
+// Compiled once per target: FORGE_TARGET names the namespace, the build sets the instruction set
+// and turns contraction off.
 #include "reference/kernels.h"
 
 #include <limits>
@@ -43,8 +43,8 @@ FORGE_INLINE Real score_gradient(const AttnParamsOf<Real>& params, const Real* q
 }
 
 template <typename Real>
-void fwd(const AttnParamsOf<Real>& params, const AttnRange* ranges, const ForwardArrays<Real>& arrays,
-         std::int64_t begin, std::int64_t end) {
+void fwd(const AttnParamsOf<Real>& params, const AttnRange* ranges,
+         const ForwardArrays<Real>& arrays, std::int64_t begin, std::int64_t end) {
   const Int32 rep = params.H / params.Hkv;
   for (std::int64_t row = begin; row < end; ++row) {
     const RowPosition at(row, params.H, params.Tq);
@@ -121,8 +121,7 @@ void bwd_dkv(const AttnParamsOf<Real>& params, const AttnRange* ranges,
   const Int32 rep = params.H / params.Hkv;
   for (std::int64_t row = begin; row < end; ++row) {
     const RowPosition at(row, params.Hkv, params.Tk);
-    const IndexRange queries =
-        visible_queries(attn_band(params, ranges[at.b]), at.t, params.Tq);
+    const IndexRange queries = visible_queries(attn_band(params, ranges[at.b]), at.t, params.Tq);
     const Real* k = arrays.k + element_offset(params.k, at.b, at.t, at.head);
     const Real* v = arrays.v + element_offset(params.v, at.b, at.t, at.head);
     Real* dk = arrays.dk + element_offset(params.dk, at.b, at.t, at.head);

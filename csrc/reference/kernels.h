@@ -1,5 +1,6 @@
-// The four materialized kernels over a range of rows, compiled once per instruction set. Every target
-// computes the same bits: one rounding per operation, in a fixed order, fma where the order says fma.
+// The four materialized kernels over a range of rows, compiled once per instruction set. Every
+// target computes the same bits: one rounding per operation, in a fixed order, fma where the order
+// says fma.
 #pragma once
 
 #include <cstdint>

@@ -1,12 +1,11 @@
 // The contract of csrc/shared/attn_math.h over float32: every 97th float, or every one with --all.
-#include "shared/attn_math.h"
-
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <limits>
 
 #include "check.h"
+#include "shared/attn_math.h"
 
 namespace {
 

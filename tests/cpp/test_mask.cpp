@@ -1,11 +1,10 @@
 // visible_keys and visible_queries against the definition, in arithmetic that cannot overflow.
-#include "shared/attn_mask.h"
-
 #include <cstdint>
 #include <limits>
 #include <utility>
 
 #include "check.h"
+#include "shared/attn_mask.h"
 
 namespace {
 

@@ -12,8 +12,8 @@ void test_fields_are_consecutive() {
   // Writing 1, 2, 3, ... through the fields must fill the memory in that order.
   forge::AttnParams params{};
   std::int64_t count = 0;
-  for (forge::Int64* field : {&params.B, &params.Tq, &params.Tk, &params.window_left,
-                              &params.window_right}) {
+  for (forge::Int64* field :
+       {&params.B, &params.Tq, &params.Tk, &params.window_left, &params.window_right}) {
     *field = ++count;
   }
   for (forge::AttnStrides* strides : {&params.q, &params.k, &params.v, &params.o, &params.dout,

@@ -1,5 +1,6 @@
 // The materialized kernels, bit for bit, against the order of operations they promise: one rounding
-// an operation, ascending keys, fma where the order says fma. Every CPU target must give these bits.
+// an operation, ascending keys, fma where the order says fma. Every CPU target must give these
+// bits.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -31,8 +32,10 @@ struct Arrays {
       : B(B_), Tq(Tq_), Tk(Tk_), H(H_), Hkv(Hkv_), hd(hd_) {
     std::mt19937 random(7);
     std::normal_distribution<float> normal(0, 2);
-    for (auto* array : {&q, &dout, &o, &dq}) array->resize(static_cast<std::size_t>(B * Tq * H * hd));
-    for (auto* array : {&k, &v, &dk, &dv}) array->resize(static_cast<std::size_t>(B * Tk * Hkv * hd));
+    for (auto* array : {&q, &dout, &o, &dq})
+      array->resize(static_cast<std::size_t>(B * Tq * H * hd));
+    for (auto* array : {&k, &v, &dk, &dv})
+      array->resize(static_cast<std::size_t>(B * Tk * Hkv * hd));
     for (auto* array : {&dlse, &m, &l, &d}) array->resize(static_cast<std::size_t>(B * H * Tq));
     p.resize(static_cast<std::size_t>(B * H * Tq * Tk), -1.0f);
     for (auto* array : {&q, &k, &v, &dout, &dlse, &dq, &dk, &dv}) {
@@ -119,7 +122,8 @@ void expected_backward(Arrays& a, const Options& opt) {
   const std::int64_t rep = a.H / a.Hkv;
   for (std::int64_t b = 0; b < a.B; ++b) {
     for (std::int64_t h = 0; h < a.H; ++h) {
-      // dk and dv see the heads of a group, then the queries, in ascending order: so does this loop.
+      // dk and dv see the heads of a group, then the queries, in ascending order: so does this
+      // loop.
       for (std::int64_t i = 0; i < a.Tq; ++i) {
         for (std::int64_t j = 0; j < a.Tk; ++j) {
           if (!visible(a, opt, i, j)) continue;
@@ -161,12 +165,11 @@ forge::Problem problem_of(const Arrays& a, const Options& opt) {
 
 void run(Arrays& a, const Options& opt, forge::CpuTarget target) {
   const forge::Problem problem = problem_of(a, opt);
-  const forge::ForwardArrays<float> forward{
-      a.q.data(), a.k.data(), a.v.data(), a.o.data(), a.p.data(), {a.m.data(), a.l.data()}};
+  const forge::ForwardArrays<float> forward{a.q.data(), a.k.data(), a.v.data(),
+                                            a.o.data(), a.p.data(), {a.m.data(), a.l.data()}};
   const forge::BackwardArrays<float> backward{
-      a.q.data(),  a.k.data(), a.v.data(),  a.o.data(),  a.dout.data(),
-      a.dlse.data(), a.p.data(), {nullptr, nullptr}, a.d.data(), a.dq.data(),
-      a.dk.data(), a.dv.data()};
+      a.q.data(), a.k.data(),         a.v.data(), a.o.data(),  a.dout.data(), a.dlse.data(),
+      a.p.data(), {nullptr, nullptr}, a.d.data(), a.dq.data(), a.dk.data(),   a.dv.data()};
   forge::reference::attention_fwd(problem, forward, target);
   forge::reference::attention_bwd_d(problem, backward, target);
   forge::reference::attention_bwd_dq(problem, backward, target);

@@ -1,6 +1,4 @@
 // Every task runs exactly once, at any thread count, from many callers at once, and after fork.
-#include "core/thread_pool.h"
-
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/thread_pool.h"
 
 namespace {
 

@@ -1,12 +1,11 @@
 // What core/validate refuses, by exception type and by the name in the message.
-#include "core/validate.h"
-
 #include <limits>
 #include <stdexcept>
 #include <string>
 
 #include "check.h"
 #include "core/errors.h"
+#include "core/validate.h"
 
 namespace {
 
