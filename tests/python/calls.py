@@ -2,9 +2,8 @@
 
 from types import SimpleNamespace
 
-import numpy as np
-
 import forge
+import numpy as np
 from oracle import GRADIENTS, Problem
 
 RESULTS = ("out", "lse", "row_max", "row_sum", *GRADIENTS)
@@ -14,8 +13,14 @@ def run(q, k, v, dout=None, dlse=None, **options):
     """out, lse, row_max, row_sum, probs (materialized), family (the kernel family that ran) and, where
     dout is given, dq, dk, dv."""
     out, saved = forge.attention_forward(q, k, v, **options)
-    result = SimpleNamespace(out=out, lse=saved.lse, row_max=saved.row_max, row_sum=saved.row_sum,
-                             saved=saved, family=forge.last_run()["kernel"])
+    result = SimpleNamespace(
+        out=out,
+        lse=saved.lse,
+        row_max=saved.row_max,
+        row_sum=saved.row_sum,
+        saved=saved,
+        family=forge.last_run()["kernel"],
+    )
     if options.get("kernel") == "materialized":
         result.probs = saved.probs
     if dout is not None:

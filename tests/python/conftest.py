@@ -2,11 +2,10 @@
 
 import os
 
+import forge
 import numpy as np
 import pytest
 from hypothesis import settings
-
-import forge
 
 KERNELS = ("materialized", "fused")
 

@@ -22,7 +22,9 @@ def visible(B, Tq, Tk, causal=False, window=None, query_offset=None, key_start=N
     """Boolean [B, Tq, Tk]: which key each query sees. Python integers, so nothing overflows."""
     offsets = per_sequence(query_offset, B, Tk - Tq)
     starts, ends = per_sequence(key_start, B, 0), per_sequence(key_end, B, Tk)
-    left, right = (-1, -1) if window is None else (window if isinstance(window, tuple) else (window - 1, -1))
+    left, right = (
+        (-1, -1) if window is None else (window if isinstance(window, tuple) else (window - 1, -1))
+    )
     seen = np.zeros((B, Tq, Tk), bool)
     for b in range(B):
         for i in range(Tq):
@@ -46,8 +48,23 @@ def split_heads(x, heads):
 class Solution:
     """out, lse, row_max, row_sum, probs and, where dout is given, dq, dk, dv and d_row; in one dtype."""
 
-    def __init__(self, q, k, v, dout, dlse, dtype, *, causal=False, window=None, softcap=None, scale=None,
-                 query_offset=None, key_start=None, key_end=None):
+    def __init__(
+        self,
+        q,
+        k,
+        v,
+        dout,
+        dlse,
+        dtype,
+        *,
+        causal=False,
+        window=None,
+        softcap=None,
+        scale=None,
+        query_offset=None,
+        key_start=None,
+        key_end=None,
+    ):
         q, k, v = (np.asarray(x).astype(dtype) for x in (q, k, v))
         B, Tq, H, hd = q.shape
         Tk, Hkv = k.shape[1:3]
@@ -55,7 +72,9 @@ class Solution:
         self.scale = dtype(hd**-0.5 if scale is None else scale)
         cap = dtype(softcap or 0)
         self.mask = visible(B, Tq, Tk, causal, window, query_offset, key_start, key_end)[:, None]
-        self.q, self.k, self.v = (x.transpose(0, 2, 1, 3) for x in (q, self.repeat(k), self.repeat(v)))
+        self.q, self.k, self.v = (
+            x.transpose(0, 2, 1, 3) for x in (q, self.repeat(k), self.repeat(v))
+        )
         x = (self.q @ self.k.swapaxes(-1, -2)) * self.scale
         self.tanh = np.tanh(x / cap) if cap else None
         self.scores = np.where(self.mask, cap * self.tanh if cap else x, dtype(-np.inf))
@@ -82,7 +101,9 @@ class Solution:
 
     def backward(self, dout, dlse, dtype):
         self.dout = dout.transpose(0, 2, 1, 3)
-        self.dlse = np.zeros(self.lse.shape, dtype) if dlse is None else np.asarray(dlse).astype(dtype)
+        self.dlse = (
+            np.zeros(self.lse.shape, dtype) if dlse is None else np.asarray(dlse).astype(dtype)
+        )
         self.d_row = (self.dout * self.o).sum(-1) - self.dlse
         self.dp = self.dout @ self.v.swapaxes(-1, -2)
         ds = self.probs * (self.dp - self.d_row[..., None])
@@ -111,18 +132,29 @@ class Solution:
             dp = dout @ v.swapaxes(-1, -2)
             d_row = (dout * o).sum(-1, keepdims=True) + abs(self.dlse)[..., None]
             ds = abs(self.scale) * p * (dp + d_row)
-            sums |= {"dq": ds @ k, "dk": self.fold(ds.swapaxes(-1, -2) @ q),
-                     "dv": self.fold(p.swapaxes(-1, -2) @ dout), "d_row": d_row}
+            sums |= {
+                "dq": ds @ k,
+                "dk": self.fold(ds.swapaxes(-1, -2) @ q),
+                "dv": self.fold(p.swapaxes(-1, -2) @ dout),
+                "d_row": d_row,
+            }
         return {name: float(x.max(initial=0)) for name, x in sums.items()}
 
 
 class Problem:
     """Inputs and options, and how far a result may be from the float64 answer."""
 
-    def __init__(self, q, k, v, dout=None, dlse=None, *, num_heads=None, num_kv_heads=None, **options):
+    def __init__(
+        self, q, k, v, dout=None, dlse=None, *, num_heads=None, num_kv_heads=None, **options
+    ):
         kv_heads = num_kv_heads or num_heads
-        self.inputs = (split_heads(q, num_heads), split_heads(k, kv_heads), split_heads(v, kv_heads),
-                       None if dout is None else split_heads(dout, num_heads), dlse)
+        self.inputs = (
+            split_heads(q, num_heads),
+            split_heads(k, kv_heads),
+            split_heads(v, kv_heads),
+            None if dout is None else split_heads(dout, num_heads),
+            dlse,
+        )
         self.options = options
 
     @cached_property
@@ -134,8 +166,14 @@ class Problem:
         return Solution(*self.inputs, np.float32, **self.options)
 
     def tolerance(self, name, family, unit=UNIT):
-        if family == "materialized":  # a fixed order: the number of terms times half an ulp of their sizes
-            hd, Tk, rows = self.exact.q.shape[-1], self.exact.k.shape[2], self.exact.rep * self.exact.q.shape[2]
+        if (
+            family == "materialized"
+        ):  # a fixed order: the number of terms times half an ulp of their sizes
+            hd, Tk, rows = (
+                self.exact.q.shape[-1],
+                self.exact.k.shape[2],
+                self.exact.rep * self.exact.q.shape[2],
+            )
             terms = 2 * hd + Tk + (rows if name in ("dk", "dv") else 0) + 8
             return terms * unit * self.exact.term_sums(scores_too=True)[name]
         factor = 3 if name in GRADIENTS else 2

@@ -1,9 +1,8 @@
 """The backward: gradients against the float64 oracle and against finite differences."""
 
+import forge
 import numpy as np
 import pytest
-
-import forge
 from calls import assert_same_bits, check, run
 from oracle import GRADIENTS, random_inputs
 
@@ -95,8 +94,10 @@ def test_the_gradient_of_lse_alone(backend, kernel, rng):
 def test_zero_dlse_is_no_dlse(backend, kernel, rng):
     q, k, v, dout = random_inputs(rng)
     zero = np.zeros((1, 2, 5), np.float32)
-    assert_same_bits(run(q, k, v, dout, zero, backend=backend, kernel=kernel),
-                     run(q, k, v, dout, backend=backend, kernel=kernel))
+    assert_same_bits(
+        run(q, k, v, dout, zero, backend=backend, kernel=kernel),
+        run(q, k, v, dout, backend=backend, kernel=kernel),
+    )
 
 
 def test_a_saved_forward_serves_any_number_of_backwards(backend, kernel, rng):
@@ -158,7 +159,9 @@ def test_accumulate_adds_to_what_the_outputs_hold(backend, kernel, rng):
     want = forge.attention_backward(dout, saved)
     given = given_gradients(rng, q, k, v)
     before = [x.copy() for x in given]
-    got = forge.attention_backward(dout, saved, dq=given[0], dk=given[1], dv=given[2], accumulate=True)
+    got = forge.attention_backward(
+        dout, saved, dq=given[0], dk=given[1], dv=given[2], accumulate=True
+    )
     for returned, handed, start, gradient in zip(got, given, before, want, strict=True):
         assert returned is handed
         np.testing.assert_allclose(handed, start + gradient, rtol=1e-5, atol=1e-5)
@@ -166,7 +169,9 @@ def test_accumulate_adds_to_what_the_outputs_hold(backend, kernel, rng):
 
 def test_accumulate_leaves_rows_without_gradient_as_they_are(backend, kernel, rng):
     q, k, v, dout = random_inputs(rng, Tq=5, Tk=3)
-    _, saved = forge.attention_forward(q, k, v, causal=True, key_end=2, backend=backend, kernel=kernel)
+    _, saved = forge.attention_forward(
+        q, k, v, causal=True, key_end=2, backend=backend, kernel=kernel
+    )
     dq, dk, dv = given_gradients(rng, q, k, v)
     before = dq.copy(), dk.copy(), dv.copy()
     forge.attention_backward(dout, saved, dq=dq, dk=dk, dv=dv, accumulate=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from calls import run
 from oracle import distance
 
@@ -57,8 +56,15 @@ def test_a_case_of_another_project(case, backend, kernel):
     if ignored is not None:
         ignored = ignored.astype(bool)
         assert not arrays["dO"][ignored].any()  # padding queries add nothing to dk and dv
-    result = run(arrays["q"], arrays["k"], arrays["v"], arrays["dO"], backend=backend, kernel=kernel,
-                 **options_of(case, arrays))
+    result = run(
+        arrays["q"],
+        arrays["k"],
+        arrays["v"],
+        arrays["dO"],
+        backend=backend,
+        kernel=kernel,
+        **options_of(case, arrays),
+    )
     # A fixed order of operations may cost half as much again as a plain float32 implementation.
     factor = 1.5 if result.family == "materialized" else 1.0
     for name in case["expected"]["arrays"]:

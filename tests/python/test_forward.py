@@ -1,9 +1,8 @@
 """The forward: outputs, row statistics and probabilities against the float64 oracle."""
 
+import forge
 import numpy as np
 import pytest
-
-import forge
 from calls import assert_same_bits, check, run
 from oracle import Problem, random_inputs
 
@@ -37,8 +36,10 @@ def test_scale(scale, backend, kernel, rng):
 
 def test_the_default_scale_is_one_over_the_root_of_the_head_dim(backend, kernel, rng):
     q, k, v, _ = random_inputs(rng, Tq=9, hd=7)
-    assert_same_bits(run(q, k, v, backend=backend, kernel=kernel),
-                     run(q, k, v, backend=backend, kernel=kernel, scale=7**-0.5))
+    assert_same_bits(
+        run(q, k, v, backend=backend, kernel=kernel),
+        run(q, k, v, backend=backend, kernel=kernel, scale=7**-0.5),
+    )
 
 
 def test_row_statistics_are_the_maximum_and_the_sum_below_it(backend, kernel, rng):
@@ -64,15 +65,23 @@ def test_probabilities_sum_to_one_and_are_zero_where_nobody_looks(backend, rng):
 def test_attention_is_the_first_result_of_attention_forward(backend, kernel, rng):
     q, k, v, _ = random_inputs(rng, Tq=9)
     out = forge.attention(q, k, v, causal=True, backend=backend, kernel=kernel)
-    np.testing.assert_array_equal(out, run(q, k, v, causal=True, backend=backend, kernel=kernel).out)
+    np.testing.assert_array_equal(
+        out, run(q, k, v, causal=True, backend=backend, kernel=kernel).out
+    )
 
 
 def test_one_query_at_a_time_gives_the_rows_of_the_whole_call(backend, kernel, rng):
     q, k, v, _ = random_inputs(rng, B=2, Tq=12, H=4, Hkv=2, hd=8)
     whole = forge.attention(q, k, v, causal=True, backend=backend, kernel=kernel)
     for t in range(12):
-        row = forge.attention(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1], causal=True,
-                              backend=backend, kernel=kernel)
+        row = forge.attention(
+            q[:, t : t + 1],
+            k[:, : t + 1],
+            v[:, : t + 1],
+            causal=True,
+            backend=backend,
+            kernel=kernel,
+        )
         np.testing.assert_allclose(row[:, 0], whole[:, t], rtol=1e-5, atol=1e-6)
 
 
@@ -108,14 +117,23 @@ def test_float64_to_its_own_precision(cpu, rng):
     got = run(q, k, v, dout, backend=cpu, kernel="materialized", **options)
     assert got.out.dtype == got.lse.dtype == got.probs.dtype == got.dq.dtype == np.float64
     Problem(q, k, v, dout, **options).check(
-        "materialized", unit=2.0**-53, out=got.out, lse=got.lse, probs=got.probs, dq=got.dq, dk=got.dk, dv=got.dv)
+        "materialized",
+        unit=2.0**-53,
+        out=got.out,
+        lse=got.lse,
+        probs=got.probs,
+        dq=got.dq,
+        dk=got.dk,
+        dv=got.dv,
+    )
 
 
 def test_saved_holds_the_inputs_themselves_and_says_what_ran(backend, kernel, rng):
     q, k, v, _ = random_inputs(rng)
     out, saved = forge.attention_forward(q, k, v, backend=backend, kernel=kernel)
     for given, kept in ((q, saved.q), (k, saved.k), (v, saved.v), (out, saved.out)):
-        assert kept.ctypes.data == given.ctypes.data and kept.shape == given.shape
+        assert kept.ctypes.data == given.ctypes.data
+        assert kept.shape == given.shape
     assert (saved.backend, saved.kernel) == (backend, kernel)
 
 

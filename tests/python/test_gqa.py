@@ -1,9 +1,8 @@
 """Grouped heads: query head h reads key/value head h // (num_heads / num_kv_heads)."""
 
+import forge
 import numpy as np
 import pytest
-
-import forge
 from calls import assert_same_bits, check, run
 from oracle import random_inputs
 
@@ -24,9 +23,14 @@ def test_neighbouring_query_heads_share_a_key_head(backend, kernel):
     np.testing.assert_array_equal(out.ravel(), [0, 0, 0, 0, 1, 1, 1, 1])
 
 
-@pytest.mark.parametrize(("H", "Hkv", "want"), [
-    (6, 2, [0, 0, 0, 1, 1, 1]), (6, 3, [0, 0, 1, 1, 2, 2]), (4, 2, [0, 0, 1, 1]),
-])
+@pytest.mark.parametrize(
+    ("H", "Hkv", "want"),
+    [
+        (6, 2, [0, 0, 0, 1, 1, 1]),
+        (6, 3, [0, 0, 1, 1, 2, 2]),
+        (4, 2, [0, 0, 1, 1]),
+    ],
+)
 def test_the_head_map_is_repeat_not_tile(H, Hkv, want, backend, kernel):
     q = np.zeros((1, 1, H, 1), np.float32)
     k = np.zeros((1, 1, Hkv, 1), np.float32)
@@ -90,7 +94,9 @@ def test_a_batch_is_its_sequences_one_by_one(backend, kernel, rng):
     for b in range(3):
         alone = run(*(x[b : b + 1] for x in (q, k, v, dout)), backend=backend, kernel=kernel)
         for name in ("out", "lse", "dq", "dk", "dv"):
-            np.testing.assert_allclose(getattr(alone, name)[0], getattr(whole, name)[b], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(
+                getattr(alone, name)[0], getattr(whole, name)[b], rtol=1e-5, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("Hkv", [None, 4])
@@ -110,7 +116,8 @@ def test_three_axes_with_groups(backend, kernel, rng):
     flat = q.reshape(2, 5, 24), k.reshape(2, 6, 8), v.reshape(2, 6, 8), dout.reshape(2, 5, 24)
     got = run(*flat, num_heads=6, num_kv_heads=2, causal=True, backend=backend, kernel=kernel)
     want = run(q, k, v, dout, causal=True, backend=backend, kernel=kernel)
-    assert got.dq.shape == (2, 5, 24) and got.dk.shape == got.dv.shape == (2, 6, 8)
+    assert got.dq.shape == (2, 5, 24)
+    assert got.dk.shape == got.dv.shape == (2, 6, 8)
     for name in ("out", "dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(got, name).ravel(), getattr(want, name).ravel())
 
@@ -118,15 +125,26 @@ def test_three_axes_with_groups(backend, kernel, rng):
 def test_four_axes_may_repeat_their_head_counts(backend, kernel, rng):
     q, k, v, _ = random_inputs(rng, H=6, Hkv=2)
     options = {"backend": backend, "kernel": kernel}
-    np.testing.assert_array_equal(forge.attention(q, k, v, num_heads=6, num_kv_heads=2, **options),
-                                  forge.attention(q, k, v, **options))
+    np.testing.assert_array_equal(
+        forge.attention(q, k, v, num_heads=6, num_kv_heads=2, **options),
+        forge.attention(q, k, v, **options),
+    )
 
 
 @pytest.mark.parametrize(("H", "Hkv"), [(3, 2), (2, 4), (6, 4)])
 def test_heads_that_do_not_divide_are_refused_with_both_numbers(H, Hkv):
     q, k = np.zeros((1, 1, H, 2), np.float32), np.zeros((1, 1, Hkv, 2), np.float32)
-    with pytest.raises(ValueError, match=f"num_heads must be a multiple of num_kv_heads, got {H} and {Hkv}"):
+    with pytest.raises(
+        ValueError, match=f"num_heads must be a multiple of num_kv_heads, got {H} and {Hkv}"
+    ):
         forge.attention(q, k, k)
-    with pytest.raises(ValueError, match=f"num_heads must be a multiple of num_kv_heads, got {H} and {Hkv}"):
-        forge.attention(q.reshape(1, 1, -1), k.reshape(1, 1, -1), k.reshape(1, 1, -1),
-                        num_heads=H, num_kv_heads=Hkv)
+    with pytest.raises(
+        ValueError, match=f"num_heads must be a multiple of num_kv_heads, got {H} and {Hkv}"
+    ):
+        forge.attention(
+            q.reshape(1, 1, -1),
+            k.reshape(1, 1, -1),
+            k.reshape(1, 1, -1),
+            num_heads=H,
+            num_kv_heads=Hkv,
+        )

@@ -2,10 +2,9 @@
 
 from itertools import combinations
 
+import forge
 import numpy as np
 import pytest
-
-import forge
 from calls import assert_same_bits, check, run
 from oracle import GRADIENTS, random_inputs
 
@@ -43,11 +42,13 @@ def test_the_offset_matters_once_there_is_a_causal_mask(inputs, backend, kernel)
     offset = run(*inputs, backend=backend, kernel=kernel, query_offset=VALUES["query_offset"])
     assert_same_bits(offset, plain)
     causal = run(*inputs, backend=backend, kernel=kernel, causal=True)
-    both = check(*inputs, backend=backend, kernel=kernel, causal=True, query_offset=VALUES["query_offset"])
+    both = check(
+        *inputs, backend=backend, kernel=kernel, causal=True, query_offset=VALUES["query_offset"]
+    )
     assert all(changed(both, causal).values())
 
 
-@pytest.mark.parametrize(("one", "other"), combinations(VALUES, 2))
+@pytest.mark.parametrize(("one", "other"), list(combinations(VALUES, 2)))
 def test_each_pair_of_options(one, other, inputs, backend, kernel):
     check(*inputs, backend=backend, kernel=kernel, **{name: VALUES[name] for name in (one, other)})
 
@@ -87,34 +88,56 @@ def test_the_backward_obeys_causal_by_hand(backend, kernel):
     np.testing.assert_allclose(full.dv[0, :, 0, 0], [37, 37, 37], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "off"), [
-    ("causal", False), ("window", None), ("window", (-1, -1)), ("softcap", None), ("softcap", 0),
-    ("softcap", 0.0), ("scale", None), ("query_offset", None), ("key_start", None), ("key_end", None),
-    ("query_offset", 2), ("key_start", 0), ("key_end", 8), ("window", 100), ("window", (100, 100)),
-])
+@pytest.mark.parametrize(
+    ("name", "off"),
+    [
+        ("causal", False),
+        ("window", None),
+        ("window", (-1, -1)),
+        ("softcap", None),
+        ("softcap", 0),
+        ("softcap", 0.0),
+        ("scale", None),
+        ("query_offset", None),
+        ("key_start", None),
+        ("key_end", None),
+        ("query_offset", 2),
+        ("key_start", 0),
+        ("key_end", 8),
+        ("window", 100),
+        ("window", (100, 100)),
+    ],
+)
 def test_values_that_switch_an_option_off(name, off, inputs, backend, kernel):
-    assert_same_bits(run(*inputs, backend=backend, kernel=kernel, **{name: off}),
-                     run(*inputs, backend=backend, kernel=kernel))
+    assert_same_bits(
+        run(*inputs, backend=backend, kernel=kernel, **{name: off}),
+        run(*inputs, backend=backend, kernel=kernel),
+    )
 
 
-@pytest.mark.parametrize(("name", "one", "other"), [
-    ("causal", True, np.True_),
-    ("window", 3, np.int32(3)),
-    ("window", 3, (2, -1)),
-    ("window", (2, 1), (np.int64(2), np.uint8(1))),
-    ("softcap", 2.0, 2),
-    ("softcap", 2.0, np.float32(2)),
-    ("scale", -1.0, -1),
-    ("scale", 0.5, np.float64(0.5)),
-    ("query_offset", 1, np.array([1, 1])),
-    ("query_offset", 1, np.array([1, 1], np.int8)),
-    ("query_offset", 1, np.int16(1)),
-    ("key_start", 2, np.array([2, 2], np.uint16)),
-    ("key_end", 5, np.array([9, 5, 5, 9])[1:3]),
-])
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("causal", True, np.True_),
+        ("window", 3, np.int32(3)),
+        ("window", 3, (2, -1)),
+        ("window", (2, 1), (np.int64(2), np.uint8(1))),
+        ("softcap", 2.0, 2),
+        ("softcap", 2.0, np.float32(2)),
+        ("scale", -1.0, -1),
+        ("scale", 0.5, np.float64(0.5)),
+        ("query_offset", 1, np.array([1, 1])),
+        ("query_offset", 1, np.array([1, 1], np.int8)),
+        ("query_offset", 1, np.int16(1)),
+        ("key_start", 2, np.array([2, 2], np.uint16)),
+        ("key_end", 5, np.array([9, 5, 5, 9])[1:3]),
+    ],
+)
 def test_two_ways_to_say_the_same(name, one, other, inputs, backend, kernel):
     options = {"backend": backend, "kernel": kernel, "causal": True}
-    assert_same_bits(run(*inputs, **(options | {name: one})), run(*inputs, **(options | {name: other})))
+    assert_same_bits(
+        run(*inputs, **(options | {name: one})), run(*inputs, **(options | {name: other}))
+    )
 
 
 def test_options_are_fixed_when_the_forward_returns(inputs, backend, kernel):
