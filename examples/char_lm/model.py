@@ -26,8 +26,8 @@ class Config:
     D: int = 128
     H: int = 8
     Hkv: int = 2
-    F: int = 320
-    layers: tuple[dict[str, Any], ...] = ({}, {"window": 32}, {"softcap": 10.0}, {})
+    F: int = 256
+    layers: tuple[dict[str, Any], ...] = ({"window": 32}, {"softcap": 10.0}, {})
 
     @property
     def hd(self) -> int:
