@@ -47,7 +47,7 @@ $(VENV)/.tools:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "forge needs Python 3.10 or later; set PYTHON=python3.x"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet "scikit-build-core>=0.12" "pybind11>=2.13" "cmake>=3.22" ninja
+	$(PIP) install --quiet "scikit-build-core>=0.10" "pybind11>=2.13" "cmake>=3.22" ninja
 	@touch $@
 
 clean:
