@@ -14,13 +14,14 @@ import numpy as np
 OTHER = "\N{REPLACEMENT CHARACTER}"
 SYMBOLS = "\n" + "".join(map(chr, range(32, 127))) + OTHER
 
-# Not the library's prose: installed packages, tests, and files that are mostly tables.
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+# Not the library's prose: installed packages and tests, then files that are mostly tables.
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+SKIPPED |= {"encodings", "pydoc_data"}
 HELD_OUT_EVERY = 16  # one file in so many is kept for the held-out loss
 PROMPT = "import os\n\n\ndef "
 
 
-class NoText(Exception):
+class NoTextError(Exception):
     """This Python comes without the source of its standard library."""
 
 
@@ -78,7 +79,7 @@ def load_corpus(root: Path | None = None, context: int = 256) -> Corpus:
         files += 1
     train, held_out = (np.concatenate([np.zeros(0, np.uint8), *parts]) for parts in streams)
     if min(len(train), len(held_out)) <= 16 * context:
-        raise NoText(f"{root} holds too little Python source ({files} readable .py files)")
+        raise NoTextError(f"{root} holds too little Python source ({files} readable .py files)")
     return Corpus(train, held_out, files)
 
 
@@ -92,12 +93,12 @@ def batch(
 
 
 def snippet(stream: np.ndarray, length: int) -> np.ndarray:
-    """A readable piece of a stream that begins at a short `def` line, codes [length]."""
+    """A readable piece of a stream, codes [length]: a `def` line with few blanks in it."""
     text = decode(stream[:200_000])
     at = text.find("\n    def ")
     while at >= 0:
         piece = text[at + 1 : at + 1 + length]
-        if len(piece) == length and '"""' not in piece and "#" not in piece and OTHER not in piece:
+        if len(piece) == length and piece.count(" ") <= length // 5 and OTHER not in piece:
             return encode(piece)
         at = text.find("\n    def ", at + 1)
     return stream[:length]

@@ -15,6 +15,7 @@ import forge
 import numpy as np
 
 Tape = tuple[Any, ...]  # what a layer's forward keeps for its backward
+TEMPERATURE = 0.8  # of generated text
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,14 @@ def initial_weights(config: Config, rng: np.random.Generator) -> Tensors:
 
 
 def rms_norm(x: np.ndarray, gain: np.ndarray) -> tuple[np.ndarray, Tape]:
-    """y = gain * x / rms(x) over the last axis."""
+    """Gives gain * x / rms(x) over the last axis, and its tape."""
     r = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6)
     unit = x * r
     return unit * gain, (unit, r, gain)
 
 
 def rms_norm_backward(dy: np.ndarray, tape: Tape, dgain: np.ndarray) -> np.ndarray:
-    """dx, [.., D]; writes dgain, [D]."""
+    """Returns dx [.., D] and writes dgain [D]."""
     unit, r, gain = tape
     dgain[:] = np.sum(dy * unit, axis=tuple(range(dy.ndim - 1)))
     dunit = dy * gain
@@ -159,13 +160,13 @@ class CharLM:
         return {"causal": True, **self.config.layers[n]}
 
     def split_heads(self, qkv: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q [B, T, H, hd], k and v [B, T, Hkv, hd] as views of [B, T, (H + 2 Hkv) * hd]."""
+        """Views of qkv [B, T, (H + 2 Hkv) * hd]: q [B, T, H, hd], k and v [B, T, Hkv, hd]."""
         H, Hkv, hd = self.config.H, self.config.Hkv, self.config.hd
         heads = qkv.reshape(*qkv.shape[:2], H + 2 * Hkv, hd)
         return heads[:, :, :H], heads[:, :, H : H + Hkv], heads[:, :, H + Hkv :]
 
     def attention(self, n: int, x: np.ndarray, cache: KVCache | None) -> tuple[np.ndarray, Tape]:
-        """x + proj(attention(norm(x))), [B, T, D]."""
+        """Gives x + proj(attention(norm(x))), [B, T, D], and its tape."""
         w = self.weights
         h, norm = rms_norm(x, w[f"{n}.norm_attention"])
         q, k, v = self.split_heads(h @ w[f"{n}.qkv"])
@@ -185,7 +186,7 @@ class CharLM:
         return x + o @ w[f"{n}.proj"], (h, norm, o, saved)
 
     def attention_backward(self, n: int, dy: np.ndarray, tape: Tape) -> np.ndarray:
-        """dx from dy, both [B, T, D]."""
+        """From dy to dx, both [B, T, D]; writes the gradients of the weights on the way."""
         w, g = self.weights, self.grads
         h, norm, o, saved = tape
         do = matrix_backward(o, dy, w[f"{n}.proj"], g[f"{n}.proj"]).reshape(saved.q.shape)
@@ -201,7 +202,7 @@ class CharLM:
         return dy + rms_norm_backward(dh, norm, g[f"{n}.norm_attention"])
 
     def mlp(self, n: int, x: np.ndarray) -> tuple[np.ndarray, Tape]:
-        """x + down(SwiGLU(up(norm(x)))), [B, T, D]."""
+        """Gives x + down(SwiGLU(up(norm(x)))), [B, T, D], and its tape."""
         w = self.weights
         h, norm = rms_norm(x, w[f"{n}.norm_mlp"])
         gate, value = np.split(h @ w[f"{n}.up"], 2, axis=-1)
@@ -211,7 +212,7 @@ class CharLM:
         return x + a @ w[f"{n}.down"], (h, norm, sigmoid, swish, value, a)
 
     def mlp_backward(self, n: int, dy: np.ndarray, tape: Tape) -> np.ndarray:
-        """dx from dy, both [B, T, D]."""
+        """From dy to dx, both [B, T, D]; writes the gradients of the weights on the way."""
         w, g = self.weights, self.grads
         h, norm, sigmoid, swish, value, a = tape
         da = matrix_backward(a, dy, w[f"{n}.down"], g[f"{n}.down"])
@@ -259,16 +260,17 @@ class CharLM:
 
     def probs(self, n: int, tokens: np.ndarray) -> np.ndarray:
         """The attention probabilities of layer n over tokens [B, T]: [B, H, T, T]."""
-        eye_witness = CharLM(self.config, self.weights, "materialized", "cpu")
-        attention_tape = eye_witness.forward(tokens)[1][1][n][0]
+        observed = CharLM(self.config, self.weights, "materialized", "cpu")
+        _, (_, tapes, _, _) = observed.forward(tokens)
+        attention_tape, _ = tapes[n]
         return attention_tape[-1].probs
 
     def generate(self, prompt: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
-        """`length` characters after the prompt, sampled at a temperature of 0.7 [length]."""
+        """`length` characters after the prompt, sampled [length]."""
         cache = KVCache(self.config, len(prompt) + length)
         tokens, out = prompt[None], np.zeros(length, np.uint8)
         for i in range(length):
-            logits = self.forward(tokens, cache)[0][0, -1].astype(np.float64) / 0.7
+            logits = self.forward(tokens, cache)[0][0, -1].astype(np.float64) / TEMPERATURE
             p = np.exp(logits - logits.max())
             out[i] = rng.choice(self.config.V, p=p / p.sum())
             tokens = out[None, i : i + 1]
