@@ -1,6 +1,7 @@
 // The forward of one task, compiled once per target: online softmax over key tiles.
 #include <cstring>
 
+#include "cpu/decode_kernels.h"
 #include "cpu/forward_kernels.h"
 #include "cpu/forward_tile.h"
 #include "cpu/pack.h"
@@ -155,39 +156,56 @@ FORGE_INLINE KeySpan span_of(const TaskState& state, const BlockRange& range, In
   return span;
 }
 
-// Divides by the row sums and stores o, row_max and row_sum; a dead row is zeroed by assignment.
-void finish_block(const TaskState& state, Int64 index) {
+// Where one row's results go: finished, or as a part of a split over keys.
+struct RowEnd {
+  Real* o;      // null: a lane past the last row
+  Real factor;  // of o
+  bool zeroed;  // sees no key: zeros by assignment, whatever the lane holds
+};
+
+RowEnd finish_row(const TaskState& state, Int64 slot) {
   const ForwardCall& call = *state.call;
   const ForwardTask& task = *state.task;
-  const AttnParams& params = call.params;
+  const Int64 r = task.row_begin + slot;
+  if (r >= task.row_end) return {nullptr, 1, true};
+  const Int64 i = r / call.rep;
+  IndexRange keys = visible_keys(task.band, i);
+  if (task.partial != nullptr) {
+    keys = {max_of(keys.lo, task.key_begin), min_of(keys.hi, task.key_end - 1)};
+  }
+  const bool live = keys.lo <= keys.hi;
+  const Real m = live ? state.work.m[slot] : -__builtin_inff();
+  Real l = live ? state.work.l[slot] : 0;
+  if (task.partial != nullptr) {
+    Real* part = task.partial + slot * partial_row_floats(call.params.hd);
+    part[0] = m;
+    part[1] = l;
+    return {part + kPartialHead, 1, !live};
+  }
+  if (live && l == 0) l = __builtin_nanf("");  // all visible scores are -inf
+  const Int64 h = task.kv_head * call.rep + r % call.rep;
+  const Int64 at = (task.b * call.params.H + h) * call.params.Tq + i;
+  call.row_max[at] = m;
+  call.row_sum[at] = l;
+  return {row_of(state, call.o, call.params.o, r), 1 / l, !live};
+}
+
+void finish_block(const TaskState& state, Int64 index) {
   const Workspace& work = state.work;
   for (int c = 0; c < kRowVecs; ++c) {
     Real* rows[kLanes];
-    RealBits dead[kLanes];
-    Real sums[kLanes];
+    Real factors[kLanes];
+    RealBits zeroed[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      const Int64 slot = index * kRowBlock + c * kLanes + lane, r = task.row_begin + slot;
-      rows[lane] = nullptr;
-      dead[lane] = -1;
-      sums[lane] = 1;
-      if (r >= task.row_end) continue;
-      const IndexRange keys = visible_keys(task.band, r / call.rep);
-      const bool live = keys.lo <= keys.hi;
-      const Real m = live ? work.m[slot] : -__builtin_inff();
-      Real l = live ? work.l[slot] : 0;
-      if (live && l == 0) l = __builtin_nanf("");  // all visible scores are -inf
-      const Int64 h = task.kv_head * call.rep + r % call.rep;
-      const Int64 at = (task.b * params.H + h) * params.Tq + r / call.rep;
-      call.row_max[at] = m;
-      call.row_sum[at] = l;
-      rows[lane] = row_of(state, call.o, params.o, r);
-      dead[lane] = live ? 0 : -1;
-      sums[lane] = l;
+      const RowEnd end = finish_row(state, index * kRowBlock + c * kLanes + lane);
+      rows[lane] = end.o;
+      factors[lane] = end.factor;
+      zeroed[lane] = end.zeroed ? -1 : 0;
     }
-    IntVec zeroed;
-    std::memcpy(&zeroed, dead, sizeof dead);
-    lanes_to_rows(work.o + index * work.hd_pad * kRowBlock + c * kLanes, kRowBlock, params.hd,
-                  broadcast(1.0f) / load(sums), zeroed, rows);
+    IntVec zeroed_lanes;
+    std::memcpy(&zeroed_lanes, zeroed, sizeof zeroed);
+    lanes_to_rows(work.o + index * work.hd_pad * kRowBlock + c * kLanes, kRowBlock,
+                  state.call->params.hd, load(factors), zeroed_lanes, rows);
   }
 }
 

@@ -30,9 +30,7 @@ struct ForwardTask {
   Int64 row_end;
   Int64 key_begin;
   Int64 key_end;
-  // Null: the rows are finished and stored. Else a split over keys: hd + 2 floats a row (m, l and the
-  // sum of p v, not divided by l) go here.
-  float* partial;
+  float* partial;  // null: rows are finished and stored; else they go here, unfinished (see decode_kernels.h)
 };
 
 struct ForwardKernels {

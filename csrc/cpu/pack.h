@@ -22,6 +22,16 @@ FORGE_INLINE void rows_to_lanes(const Real* const (&rows)[kLanes], Int64 n, Real
   }
 }
 
+// The same for one block of kLanes columns, of which those past n are zeros.
+FORGE_INLINE void rows_to_lanes_at(const Real* const (&rows)[kLanes], Int64 at, Int64 n, Real* lanes) {
+  Vec block[kLanes];
+  FORGE_UNROLL
+  for (int i = 0; i < kLanes; ++i) block[i] = load_within(rows[i], at, n);
+  transpose(block);
+  FORGE_UNROLL
+  for (int i = 0; i < kLanes; ++i) store(lanes + i * kLanes, block[i]);
+}
+
 // The way back, each row times its lane of `factor`; `zeroed` lanes give zeros whatever they hold.
 FORGE_INLINE void lanes_to_rows(const Real* lanes, Int64 stride, Int64 n, Vec factor, IntVec zeroed,
                                 Real* const (&rows)[kLanes]) {
