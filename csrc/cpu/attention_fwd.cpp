@@ -1,0 +1,190 @@
+// The forward's schedule: which tasks there are, in which order. It depends on the problem only.
+#include <algorithm>
+
+#include "core/thread_pool.h"
+#include "cpu/attention.h"
+#include "cpu/decode_kernels.h"
+#include "cpu/scratch.h"
+
+namespace forge::cpu {
+
+#define FORGE_DECLARE_TARGET(target)             \
+  namespace target {                             \
+  extern const ForwardKernels kForwardKernels;   \
+  extern const DecodeKernels kDecodeKernels;     \
+  }
+#if defined(__x86_64__)
+FORGE_DECLARE_TARGET(baseline)
+FORGE_DECLARE_TARGET(avx2)
+FORGE_DECLARE_TARGET(avx512)
+#elif defined(__aarch64__)
+FORGE_DECLARE_TARGET(neon)
+#else
+FORGE_DECLARE_TARGET(baseline)
+#endif
+
+namespace {
+
+struct Kernels {
+  const ForwardKernels& forward;
+  const DecodeKernels& decode;
+};
+
+Kernels kernels_of(CpuTarget target) {
+#if defined(__aarch64__)
+  (void)target;
+  return {neon::kForwardKernels, neon::kDecodeKernels};
+#else
+#if defined(__x86_64__)
+  if (target == CpuTarget::kAvx512) return {avx512::kForwardKernels, avx512::kDecodeKernels};
+  if (target == CpuTarget::kAvx2) return {avx2::kForwardKernels, avx2::kDecodeKernels};
+#endif
+  (void)target;
+  return {baseline::kForwardKernels, baseline::kDecodeKernels};
+#endif
+}
+
+constexpr Int64 kWantedTasks = 32;
+constexpr Int64 kMostPartialFloats = Int64{1} << 20;  // 4 MiB
+
+Int64 ceil_div(Int64 a, Int64 b) { return (a + b - 1) / b; }
+
+// Everything that the schedules share.
+struct Forward {
+  const Problem& problem;
+  ForwardCall call;
+  Kernels kernels;
+  Int64 rows;   // a kv head: rep * Tq
+  Int64 heads;  // B * Hkv
+
+  AttnBand band(Int64 b) const {
+    return attn_band(call.params, problem.ranges[static_cast<std::size_t>(b)]);
+  }
+  Int64 row_floats() const { return partial_row_floats(call.params.hd); }
+};
+
+// Keys of sequence b that any query sees, cut into `splits` even parts; the part `split`.
+IndexRange keys_of_split(const Forward& forward, const AttnBand& band, Int64 splits, Int64 split) {
+  const Int64 lo = visible_keys(band, 0).lo;
+  const Int64 count = std::max<Int64>(0, visible_keys(band, forward.call.params.Tq - 1).hi + 1 - lo);
+  const Int64 part = ceil_div(count, splits);
+  return {lo + std::min(count, split * part), lo + std::min(count, (split + 1) * part) - 1};
+}
+
+// How many parts to cut the keys into so that `tasks` tasks become enough, each of some length.
+Int64 split_count(const Forward& forward, Int64 tasks, Int64 least_keys) {
+  const Int64 floats = forward.heads * forward.rows * forward.row_floats();
+  const Int64 most = std::min(kMostPartialFloats / floats, forward.call.params.Tk / least_keys);
+  return std::max<Int64>(1, std::min(ceil_div(kWantedTasks, tasks), most));
+}
+
+// Adds up what the splits left, in their order. A task is some rows of a kv head.
+void combine_splits(const Forward& forward, const float* partial, Int64 splits) {
+  constexpr Int64 kRows = 16;
+  const Int64 parts = ceil_div(forward.rows, kRows), Hkv = forward.call.params.Hkv;
+  const Int64 split_floats = Hkv * forward.rows * forward.row_floats();
+  parallel_for(forward.heads * parts, [&](Int64 index, int) {
+    const Int64 head = index / parts;
+    CombineTask task;
+    task.b = head / Hkv;
+    task.kv_head = head % Hkv;
+    task.band = forward.band(task.b);
+    task.row_begin = index % parts * kRows;
+    task.row_end = std::min(forward.rows, task.row_begin + kRows);
+    task.splits = splits;
+    task.split_floats = split_floats;
+    task.partial = partial + task.b * splits * split_floats +
+                   (task.kv_head * forward.rows + task.row_begin) * forward.row_floats();
+    forward.kernels.decode.combine(forward.call, task);
+  });
+}
+
+// Few rows: keys in lanes, k and v streamed once.
+void run_decode(const Forward& forward) {
+  const AttnParams& params = forward.call.params;
+  const Int64 splits = split_count(forward, params.B, 64);
+  const Int64 groups = std::min<Int64>(params.Hkv, ceil_div(kWantedTasks, params.B * splits));
+  const Int64 split_floats = params.Hkv * forward.rows * forward.row_floats();
+  const Scratch partial(static_cast<std::size_t>(params.B * splits * split_floats) * sizeof(float));
+  float* base = reinterpret_cast<float*>(partial.data());
+  parallel_for(params.B * splits * groups, [&](Int64 index, int) {
+    const Int64 part = index / groups, group = index % groups;
+    DecodeTask task;
+    task.b = part / splits;
+    task.band = forward.band(task.b);
+    task.head_begin = group * params.Hkv / groups;
+    task.head_end = (group + 1) * params.Hkv / groups;
+    const IndexRange keys = keys_of_split(forward, task.band, splits, part % splits);
+    task.key_begin = keys.lo;
+    task.key_end = keys.hi + 1;
+    task.partial = base + part * split_floats;
+    forward.kernels.decode.run(forward.call, task);
+  });
+  combine_splits(forward, base, splits);
+}
+
+// Rows a task: many, so that packing a key tile is paid for by many rows, but enough tasks to balance.
+Int64 rows_a_task(const Forward& forward) {
+  const Int64 hd = forward.call.params.hd, row_block = forward.kernels.forward.row_block;
+  const Int64 most = hd <= 128 ? 256 : hd <= 256 ? 128 : 64;
+  const Int64 least = std::min<Int64>(forward.rows, 64);
+  const Int64 wanted_tiles = ceil_div(kWantedTasks, forward.heads);
+  const Int64 size = std::clamp(ceil_div(forward.rows, wanted_tiles), least, most);
+  const Int64 tiles = ceil_div(forward.rows, size);
+  return ceil_div(ceil_div(forward.rows, tiles), row_block) * row_block;
+}
+
+// Many rows: row blocks in lanes against packed key tiles.
+void run_tiles(const Forward& forward) {
+  const AttnParams& params = forward.call.params;
+  const Int64 step = rows_a_task(forward), tiles = ceil_div(forward.rows, step);
+  const Int64 splits = tiles * forward.heads < 8 ? split_count(forward, tiles * forward.heads, 512) : 1;
+  const Int64 tasks = tiles * forward.heads * splits;
+  const Int64 split_floats = params.Hkv * forward.rows * forward.row_floats();
+  const std::size_t bytes = (forward.kernels.forward.scratch_bytes(params.hd, step) + 63) / 64 * 64;
+  const std::size_t workers = static_cast<std::size_t>(std::min<Int64>(num_threads(), tasks));
+  const Int64 partial_floats = splits > 1 ? params.B * splits * split_floats : 0;
+  const Scratch scratch(bytes * workers + static_cast<std::size_t>(partial_floats) * sizeof(float));
+  float* partial = reinterpret_cast<float*>(scratch.data() + bytes * workers);
+  // Last rows first: under a causal mask they see the most keys.
+  parallel_for(tasks, [&](Int64 index, int worker) {
+    const Int64 part = index / forward.heads, head = index % forward.heads;
+    const Int64 tile = tiles - 1 - part / splits, split = part % splits;
+    ForwardTask task;
+    task.b = head / params.Hkv;
+    task.kv_head = head % params.Hkv;
+    task.band = forward.band(task.b);
+    task.row_begin = tile * step;
+    task.row_end = std::min(forward.rows, task.row_begin + step);
+    const IndexRange keys = keys_of_split(forward, task.band, splits, split);
+    task.key_begin = keys.lo;
+    task.key_end = keys.hi + 1;
+    task.partial = nullptr;
+    if (splits > 1) {
+      task.partial = partial + (task.b * splits + split) * split_floats +
+                     (task.kv_head * forward.rows + task.row_begin) * forward.row_floats();
+    }
+    forward.kernels.forward.run(forward.call, task,
+                                scratch.data() + bytes * static_cast<std::size_t>(worker));
+  });
+  if (splits > 1) combine_splits(forward, partial, splits);
+}
+
+}  // namespace
+
+void attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays, CpuTarget target) {
+  const AttnParams params = params_as<float>(problem);
+  if (params.B == 0 || params.Tq == 0) return;
+  const Int64 rep = params.H / params.Hkv;
+  const ForwardCall call = {params,   rep,      arrays.q,             arrays.k,
+                            arrays.v, arrays.o, arrays.stats.row_max, arrays.stats.row_sum};
+  const Forward forward = {problem, call, kernels_of(target), rep * params.Tq,
+                           params.B * params.Hkv};
+  if (forward.rows <= forward.kernels.decode.most_rows && params.Tk >= 128) {
+    run_decode(forward);
+  } else {
+    run_tiles(forward);
+  }
+}
+
+}  // namespace forge::cpu

@@ -1,0 +1,250 @@
+// The forward of one task, compiled once per target: online softmax over key tiles.
+#include <cstring>
+
+#include "cpu/decode_kernels.h"
+#include "cpu/forward_kernels.h"
+#include "cpu/forward_tile.h"
+#include "cpu/pack.h"
+
+namespace forge::cpu::FORGE_TARGET {
+namespace {
+
+// Keys a tile: scores of a row block stay in L1, packed keys and values in L2. A multiple of kStep.
+FORGE_INLINE int tile_keys(Int64 hd) {
+  const int most = hd <= 128 ? 128 : hd <= 256 ? 64 : 32;
+  return (most + kStep - 1) / kStep * kStep;
+}
+
+// A worker's scratch.
+struct Workspace {
+  Real* q;       // [blocks][hd_pad][kRowBlock]
+  Real* o;       // the same
+  Real* m;       // [rows]
+  Real* l;       // [rows]
+  Int64* lo;     // [rows] first and last visible key
+  Int64* hi;
+  Real* k;       // [tile_keys + kStep][k_stride]
+  Real* v;       // [panels][tile_keys][kStep], with slack
+  Real* scores;  // [tile_keys + kStep][kRowBlock]
+  Int64 hd_pad;
+  Int64 k_stride;
+  Int64 v_panel;
+  std::size_t bytes;
+};
+
+template <typename T>
+FORGE_INLINE T* carve(char* base, std::size_t& at, Int64 count) {
+  T* place = reinterpret_cast<T*>(base + at);
+  at += (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
+  return place;
+}
+
+FORGE_INLINE Workspace workspace(char* base, Int64 hd, Int64 rows) {
+  Workspace w;
+  std::size_t at = 0;
+  const Int64 keys = tile_keys(hd), padded_rows = round_up(rows, kRowBlock);
+  w.hd_pad = round_up(hd, kLanes);
+  w.k_stride = round_up(hd, kLanes);
+  w.v_panel = round_up(keys * kStep + kLanes, 16);
+  w.q = carve<Real>(base, at, padded_rows * w.hd_pad);
+  w.o = carve<Real>(base, at, padded_rows * w.hd_pad);
+  w.m = carve<Real>(base, at, padded_rows);
+  w.l = carve<Real>(base, at, padded_rows);
+  w.lo = carve<Int64>(base, at, padded_rows);
+  w.hi = carve<Int64>(base, at, padded_rows);
+  w.k = carve<Real>(base, at, (keys + kStep) * w.k_stride);
+  w.v = carve<Real>(base, at, round_up(hd, kStep) / kStep * w.v_panel);
+  w.scores = carve<Real>(base, at, (keys + kStep) * kRowBlock);
+  w.bytes = at;
+  return w;
+}
+
+std::size_t scratch_bytes(Int64 hd, Int64 rows) { return workspace(nullptr, hd, rows).bytes; }
+
+// Visible keys of a row block, its dead rows and the lanes past the last row left out.
+struct BlockRange {
+  Int64 lo;       // first key that any row sees
+  Int64 hi;       // last
+  Int64 full_lo;  // keys that every row sees: [full_lo, full_hi]
+  Int64 full_hi;
+};
+
+struct TaskState {
+  const ForwardCall* call;
+  const ForwardTask* task;
+  Workspace work;
+  ScoreMap map;
+};
+
+FORGE_INLINE Int64 min_of(Int64 a, Int64 b) { return a < b ? a : b; }
+FORGE_INLINE Int64 max_of(Int64 a, Int64 b) { return a > b ? a : b; }
+
+// Pointer to row r of the task's group in q or o.
+template <typename Pointer>
+FORGE_INLINE Pointer row_of(const TaskState& state, Pointer base, const AttnStrides& strides, Int64 r) {
+  const Int64 rep = state.call->rep;
+  return base + state.task->b * strides.batch + r / rep * strides.row +
+         (state.task->kv_head * rep + r % rep) * strides.head;
+}
+
+// Fills the scratch rows of block `index` and returns what they see.
+BlockRange start_block(const TaskState& state, Int64 index) {
+  const ForwardTask& task = *state.task;
+  const AttnParams& params = state.call->params;
+  const Workspace& work = state.work;
+  BlockRange range = {int64_max(), -1, 0, int64_max()};
+  for (int c = 0; c < kRowVecs; ++c) {
+    const Real* rows[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Int64 slot = index * kRowBlock + c * kLanes + lane, r = task.row_begin + slot;
+      const bool there = r < task.row_end;
+      rows[lane] = there ? row_of(state, state.call->q, params.q, r) : nullptr;
+      IndexRange keys = {0, -1};
+      if (there) keys = visible_keys(task.band, r / state.call->rep);
+      keys.lo = max_of(keys.lo, task.key_begin);
+      keys.hi = min_of(keys.hi, task.key_end - 1);
+      if (keys.lo <= keys.hi) {
+        range.lo = min_of(range.lo, keys.lo);
+        range.hi = max_of(range.hi, keys.hi);
+        range.full_lo = max_of(range.full_lo, keys.lo);
+        range.full_hi = min_of(range.full_hi, keys.hi);
+      } else {  // sees whatever the others see; its result is dropped
+        keys = {0, int64_max()};
+        if (there) rows[lane] = nullptr;
+      }
+      work.lo[slot] = keys.lo;
+      work.hi[slot] = keys.hi;
+    }
+    rows_to_lanes(rows, params.hd, work.q + index * work.hd_pad * kRowBlock + c * kLanes, kRowBlock);
+    store(work.m + index * kRowBlock + c * kLanes, broadcast(-__builtin_inff()));
+    store(work.l + index * kRowBlock + c * kLanes, Vec{});
+  }
+  return range;
+}
+
+// Keys [begin, begin + count) of the task's kv head, packed.
+KeyTile pack_tile(const TaskState& state, Int64 begin, int count) {
+  const ForwardCall& call = *state.call;
+  const ForwardTask& task = *state.task;
+  const AttnParams& params = call.params;
+  const Workspace& work = state.work;
+  const Real* k = call.k + task.b * params.k.batch + begin * params.k.row + task.kv_head * params.k.head;
+  const Real* v = call.v + task.b * params.v.batch + begin * params.v.row + task.kv_head * params.v.head;
+  copy_rows(k, params.k.row, params.hd, count, count + kStep, work.k, work.k_stride);
+  KeyTile tile = {work.k, work.k_stride, work.v, work.v_panel, true};
+  tile.v_finite = rows_to_panels<kStep>(v, params.v.row, params.hd, count, work.v, work.v_panel);
+  return tile;
+}
+
+FORGE_INLINE KeySpan span_of(const TaskState& state, const BlockRange& range, Int64 index, Int64 begin,
+                             int count) {
+  KeySpan span;
+  span.from = static_cast<int>(max_of(range.lo - begin, 0));
+  span.to = static_cast<int>(min_of(range.hi - begin + 1, count));
+  span.full_from = static_cast<int>(min_of(max_of(range.full_lo - begin, 0), count));
+  span.full_to = static_cast<int>(max_of(min_of(range.full_hi - begin + 1, count), 0));
+  for (int c = 0; c < kRowVecs; ++c) {
+    RealBits lo[kLanes], hi[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Int64 slot = index * kRowBlock + c * kLanes + lane;
+      lo[lane] = static_cast<RealBits>(max_of(min_of(state.work.lo[slot] - begin, count), 0));
+      hi[lane] = static_cast<RealBits>(max_of(min_of(state.work.hi[slot] - begin, span.to - 1), -1));
+    }
+    std::memcpy(&span.lo[c], lo, sizeof lo);
+    std::memcpy(&span.hi[c], hi, sizeof hi);
+  }
+  return span;
+}
+
+// Where one row's results go: finished, or as a part of a split over keys.
+struct RowEnd {
+  Real* o;      // null: a lane past the last row
+  Real factor;  // of o
+  bool zeroed;  // sees no key: zeros by assignment, whatever the lane holds
+};
+
+RowEnd finish_row(const TaskState& state, Int64 slot) {
+  const ForwardCall& call = *state.call;
+  const ForwardTask& task = *state.task;
+  const Int64 r = task.row_begin + slot;
+  if (r >= task.row_end) return {nullptr, 1, true};
+  const Int64 i = r / call.rep;
+  IndexRange keys = visible_keys(task.band, i);
+  if (task.partial != nullptr) {
+    keys = {max_of(keys.lo, task.key_begin), min_of(keys.hi, task.key_end - 1)};
+  }
+  const bool live = keys.lo <= keys.hi;
+  const Real m = live ? state.work.m[slot] : -__builtin_inff();
+  Real l = live ? state.work.l[slot] : 0;
+  if (task.partial != nullptr) {
+    Real* part = task.partial + slot * partial_row_floats(call.params.hd);
+    part[0] = m;
+    part[1] = l;
+    return {part + kPartialHead, 1, !live};
+  }
+  if (live && l == 0) l = __builtin_nanf("");  // all visible scores are -inf
+  const Int64 h = task.kv_head * call.rep + r % call.rep;
+  const Int64 at = (task.b * call.params.H + h) * call.params.Tq + i;
+  call.row_max[at] = m;
+  call.row_sum[at] = l;
+  return {row_of(state, call.o, call.params.o, r), 1 / l, !live};
+}
+
+void finish_block(const TaskState& state, Int64 index) {
+  const Workspace& work = state.work;
+  for (int c = 0; c < kRowVecs; ++c) {
+    Real* rows[kLanes];
+    Real factors[kLanes];
+    RealBits zeroed[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const RowEnd end = finish_row(state, index * kRowBlock + c * kLanes + lane);
+      rows[lane] = end.o;
+      factors[lane] = end.factor;
+      zeroed[lane] = end.zeroed ? -1 : 0;
+    }
+    IntVec zeroed_lanes;
+    std::memcpy(&zeroed_lanes, zeroed, sizeof zeroed);
+    lanes_to_rows(work.o + index * work.hd_pad * kRowBlock + c * kLanes, kRowBlock,
+                  state.call->params.hd, load(factors), zeroed_lanes, rows);
+  }
+}
+
+void run(const ForwardCall& call, const ForwardTask& task, char* scratch) {
+  constexpr int kMaxBlocks = 64;
+  const Int64 rows = task.row_end - task.row_begin, hd = call.params.hd;
+  TaskState state = {&call, &task, workspace(scratch, hd, rows),
+                     score_map(call.params.scale, call.params.softcap)};
+  const Workspace& work = state.work;
+  const Int64 blocks = (rows + kRowBlock - 1) / kRowBlock;
+  BlockRange ranges[kMaxBlocks];
+  bool fresh[kMaxBlocks];
+  Int64 lo = int64_max(), hi = -1;
+  for (Int64 index = 0; index < blocks; ++index) {
+    ranges[index] = start_block(state, index);
+    fresh[index] = true;
+    lo = min_of(lo, ranges[index].lo);
+    hi = max_of(hi, ranges[index].hi);
+  }
+  const int step = tile_keys(hd);
+  for (Int64 begin = lo; begin <= hi; begin += step) {
+    const int count = static_cast<int>(min_of(step, hi - begin + 1));
+    const KeyTile tile = pack_tile(state, begin, count);
+    for (Int64 index = 0; index < blocks; ++index) {
+      const KeySpan span = span_of(state, ranges[index], index, begin, count);
+      if (span.from >= span.to) continue;
+      const RowBlock block = {work.q + index * work.hd_pad * kRowBlock,
+                              work.o + index * work.hd_pad * kRowBlock, work.m + index * kRowBlock,
+                              work.l + index * kRowBlock, fresh[index]};
+      add_tile(block, tile, span, hd, state.map, work.scores);
+      fresh[index] = false;
+    }
+  }
+  for (Int64 index = 0; index < blocks; ++index) finish_block(state, index);
+}
+
+}  // namespace
+
+extern const ForwardKernels kForwardKernels;
+const ForwardKernels kForwardKernels = {kRowBlock, scratch_bytes, run};
+
+}  // namespace forge::cpu::FORGE_TARGET

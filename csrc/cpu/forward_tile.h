@@ -1,0 +1,213 @@
+// The forward's register tiles: kRowBlock rows of the problem lie in vector lanes, keys and channels are
+// broadcast. So the row maximum, the row sum and the rescaling are plain vector operations, and any
+// number of keys and channels works without padding the arrays.
+#pragma once
+
+#include "cpu/scores.h"
+
+namespace forge::cpu::FORGE_TARGET {
+namespace {
+
+constexpr int kRowVecs = 2;
+constexpr int kRowBlock = kRowVecs * kLanes;
+// Accumulators kStep x kRowVecs, one vector of each row operand, one broadcast: 15 of 16 registers, or
+// 19 of 32.
+constexpr int kStep = kVectorRegisters == 32 ? 8 : 6;
+
+// The keys [from, to) of the tile that a row block works on. In [full_from, full_to) every row sees every
+// key; elsewhere row lane sees lo[lane] <= key <= hi[lane].
+struct KeySpan {
+  int from;
+  int to;
+  int full_from;
+  int full_to;
+  IntVec lo[kRowVecs];
+  IntVec hi[kRowVecs];
+};
+
+FORGE_INLINE IntVec sees(const KeySpan& span, int key, int c) {
+  const IntVec at = broadcast_int(key);
+  return (at >= span.lo[c]) & (at <= span.hi[c]);
+}
+
+// One row block: its state and its operands.
+struct RowBlock {
+  const Real* q;   // [hd][kRowBlock]
+  Real* o;         // [hd][kRowBlock], the running sum of p v
+  Real* m;         // [kRowBlock]
+  Real* l;         // [kRowBlock]
+  bool fresh;      // nothing added yet
+};
+
+// Packed keys and values of the tile.
+struct KeyTile {
+  const Real* k;  // [keys][k_stride], with kStep - 1 readable rows past the last
+  Int64 k_stride;
+  const Real* v;  // panels of kStep channels, [keys][kStep] each
+  Int64 v_panel;  // elements from panel to panel
+  bool v_finite;
+};
+
+// scores[key][row] of the span, -inf where not visible; largest: the maximum of each row.
+template <bool Capped>
+__attribute__((noinline)) void score_span(const Real* q, const KeyTile& tile, Int64 hd, const ScoreMap& map,
+                const KeySpan& span, Real* scores, Vec (&largest)[kRowVecs]) {
+  Vec top[kRowVecs];
+  FORGE_UNROLL
+  for (int c = 0; c < kRowVecs; ++c) top[c] = broadcast(-__builtin_inff());
+  for (int key = span.from; key < span.to; key += kStep) {
+    Vec acc[kStep][kRowVecs];
+    dot_rows(tile.k + key * tile.k_stride, tile.k_stride, q, kRowBlock, hd, acc);
+    Real* to = scores + key * kRowBlock;
+    if (key >= span.full_from && key + kStep <= span.full_to) {
+      FORGE_UNROLL
+      for (int r = 0; r < kStep; ++r) {
+        FORGE_UNROLL
+        for (int c = 0; c < kRowVecs; ++c) {
+          const Vec s = score_of<Capped>(acc[r][c], map);
+          store(to + r * kRowBlock + c * kLanes, s);
+          top[c] = max(s, top[c]);
+        }
+      }
+    } else {  // the edge of the mask or of the tile
+      FORGE_UNROLL
+      for (int r = 0; r < kStep; ++r) {
+        FORGE_UNROLL
+        for (int c = 0; c < kRowVecs; ++c) {
+          const Vec s = select(sees(span, key + r, c), score_of<Capped>(acc[r][c], map),
+                               broadcast(-__builtin_inff()));
+          store(to + r * kRowBlock + c * kLanes, s);
+          top[c] = max(s, top[c]);
+        }
+      }
+    }
+  }
+  FORGE_UNROLL
+  for (int c = 0; c < kRowVecs; ++c) largest[c] = top[c];
+}
+
+// Scores become p = exp(s - m) with the new maximum; m and l move on. alpha: what the sums so far are
+// to be multiplied with.
+__attribute__((noinline)) void softmax_span(const RowBlock& block, const KeySpan& span, Real* scores,
+                               const Vec (&largest)[kRowVecs], Vec (&alpha)[kRowVecs]) {
+  Vec base[kRowVecs], sum[kRowVecs];
+  FORGE_UNROLL
+  for (int c = 0; c < kRowVecs; ++c) {
+    const Vec before = load(block.m + c * kLanes);
+    const Vec m = max(largest[c], before);
+    store(block.m + c * kLanes, m);
+    // A row of nothing but -inf so far: any finite base gives p = 0 where -inf - -inf would give NaN.
+    base[c] = select(m == broadcast(-__builtin_inff()), Vec{}, m);
+    alpha[c] = exp_of_nonpositive(before - base[c]);
+    sum[c] = Vec{};
+  }
+  for (int key = span.from; key < span.to; ++key) {
+    FORGE_UNROLL
+    for (int c = 0; c < kRowVecs; ++c) {
+      Real* at = scores + key * kRowBlock + c * kLanes;
+      const Vec p = exp_of_nonpositive(load(at) - base[c]);
+      store(at, p);
+      sum[c] = sum[c] + p;
+    }
+  }
+  FORGE_UNROLL
+  for (int c = 0; c < kRowVecs; ++c) {
+    store(block.l + c * kLanes, fma(load(block.l + c * kLanes), alpha[c], sum[c]));
+  }
+}
+
+// o = o * alpha + sum over the span's keys of p v, for Channels channels of one panel.
+template <int Channels>
+FORGE_INLINE void add_values(const Real* p, const Real* v, int keys, const Vec (&alpha)[kRowVecs],
+                             bool fresh, Real* o) {
+  Vec acc[Channels][kRowVecs];
+  FORGE_UNROLL
+  for (int r = 0; r < Channels; ++r) {
+    FORGE_UNROLL
+    for (int c = 0; c < kRowVecs; ++c) acc[r][c] = Vec{};
+  }
+  for (int key = 0; key < keys; ++key) {
+    Vec lane[kRowVecs];
+    FORGE_UNROLL
+    for (int c = 0; c < kRowVecs; ++c) lane[c] = load(p + key * kRowBlock + c * kLanes);
+    FORGE_UNROLL
+    for (int r = 0; r < Channels; ++r) {
+      const Vec value = broadcast(v[key * kStep + r]);
+      FORGE_UNROLL
+      for (int c = 0; c < kRowVecs; ++c) acc[r][c] = fma(value, lane[c], acc[r][c]);
+    }
+  }
+  FORGE_UNROLL
+  for (int r = 0; r < Channels; ++r) {
+    FORGE_UNROLL
+    for (int c = 0; c < kRowVecs; ++c) {
+      Real* at = o + r * kRowBlock + c * kLanes;
+      store(at, fresh ? acc[r][c] : fma(load(at), alpha[c], acc[r][c]));
+    }
+  }
+}
+
+// The last panel of a head size that is no multiple of kStep.
+template <int Channels>
+FORGE_INLINE void add_last_values(int channels, const Real* p, const Real* v, int keys,
+                                  const Vec (&alpha)[kRowVecs], bool fresh, Real* o) {
+  if (channels == Channels) {
+    add_values<Channels>(p, v, keys, alpha, fresh, o);
+  } else if constexpr (Channels > 1) {
+    add_last_values<Channels - 1>(channels, p, v, keys, alpha, fresh, o);
+  }
+}
+
+// The same with a select a step, for a tile whose values hold NaN or infinity and whose keys not every
+// row sees: 0 * NaN would reach rows that do not see it. The same chains, so the same bits elsewhere.
+__attribute__((noinline)) void add_visible_values(const RowBlock& block, const KeyTile& tile, const KeySpan& span, Int64 hd,
+                        const Real* scores, const Vec (&alpha)[kRowVecs]) {
+  for (Int64 channel = 0; channel < hd; ++channel) {
+    const Real* v = tile.v + channel / kStep * tile.v_panel + channel % kStep;
+    for (int c = 0; c < kRowVecs; ++c) {
+      Vec acc{};
+      for (int key = span.from; key < span.to; ++key) {
+        const Vec p = load(scores + key * kRowBlock + c * kLanes);
+        acc = select(sees(span, key, c), fma(broadcast(v[key * kStep]), p, acc), acc);
+      }
+      Real* at = block.o + channel * kRowBlock + c * kLanes;
+      store(at, block.fresh ? acc : fma(load(at), alpha[c], acc));
+    }
+  }
+}
+
+__attribute__((noinline)) void add_all_values(const RowBlock& block, const KeyTile& tile, const KeySpan& span, Int64 hd,
+                    const Real* scores, const Vec (&alpha)[kRowVecs]) {
+  const Real* p = scores + span.from * kRowBlock;
+  const Real* v = tile.v + span.from * kStep;
+  const int keys = span.to - span.from;
+  Real* o = block.o;
+  Int64 channel = 0;
+  for (; channel + kStep <= hd; channel += kStep, v += tile.v_panel, o += kStep * kRowBlock) {
+    add_values<kStep>(p, v, keys, alpha, block.fresh, o);
+  }
+  if (channel < hd) {
+    add_last_values<kStep - 1>(static_cast<int>(hd - channel), p, v, keys, alpha, block.fresh, o);
+  }
+}
+
+// One row block against one key tile.
+FORGE_INLINE void add_tile(const RowBlock& block, const KeyTile& tile, const KeySpan& span, Int64 hd,
+                           const ScoreMap& map, Real* scores) {
+  Vec largest[kRowVecs], alpha[kRowVecs];
+  if (map.softcap > 0) {
+    score_span<true>(block.q, tile, hd, map, span, scores, largest);
+  } else {
+    score_span<false>(block.q, tile, hd, map, span, scores, largest);
+  }
+  softmax_span(block, span, scores, largest, alpha);
+  const bool whole = span.from >= span.full_from && span.to <= span.full_to;
+  if (whole || tile.v_finite) {
+    add_all_values(block, tile, span, hd, scores, alpha);
+  } else {
+    add_visible_values(block, tile, span, hd, scores, alpha);
+  }
+}
+
+}  // namespace
+}  // namespace forge::cpu::FORGE_TARGET

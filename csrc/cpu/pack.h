@@ -1,0 +1,88 @@
+// Copies between rows in the arrays' own strides and the layouts that the kernels read.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace forge::cpu::FORGE_TARGET {
+namespace {
+
+FORGE_INLINE Int64 round_up(Int64 n, Int64 step) { return (n + step - 1) / step * step; }
+
+// kLanes rows of n elements become n vectors, `stride` elements apart. A null row reads as zeros. Up to
+// the next multiple of kLanes vectors are written.
+FORGE_INLINE void rows_to_lanes(const Real* const (&rows)[kLanes], Int64 n, Real* lanes,
+                                Int64 stride) {
+  for (Int64 d = 0; d < n; d += kLanes) {
+    Vec block[kLanes];
+    FORGE_UNROLL
+    for (int i = 0; i < kLanes; ++i) block[i] = rows[i] ? load_within(rows[i], d, n) : Vec{};
+    transpose(block);
+    FORGE_UNROLL
+    for (int i = 0; i < kLanes; ++i) store(lanes + (d + i) * stride, block[i]);
+  }
+}
+
+// The same for one block of kLanes columns, of which those past n are zeros.
+FORGE_INLINE void rows_to_lanes_at(const Real* const (&rows)[kLanes], Int64 at, Int64 n, Real* lanes) {
+  Vec block[kLanes];
+  FORGE_UNROLL
+  for (int i = 0; i < kLanes; ++i) block[i] = load_within(rows[i], at, n);
+  transpose(block);
+  FORGE_UNROLL
+  for (int i = 0; i < kLanes; ++i) store(lanes + i * kLanes, block[i]);
+}
+
+// The way back, each row times its lane of `factor`; `zeroed` lanes give zeros whatever they hold.
+FORGE_INLINE void lanes_to_rows(const Real* lanes, Int64 stride, Int64 n, Vec factor, IntVec zeroed,
+                                Real* const (&rows)[kLanes]) {
+  for (Int64 d = 0; d < n; d += kLanes) {
+    Vec block[kLanes];
+    FORGE_UNROLL
+    for (int i = 0; i < kLanes; ++i) {
+      block[i] = select(zeroed, Vec{}, load(lanes + (d + i) * stride) * factor);
+    }
+    transpose(block);
+    FORGE_UNROLL
+    for (int i = 0; i < kLanes; ++i) {
+      if (rows[i]) store_within(rows[i], d, n, block[i]);
+    }
+  }
+}
+
+// `count` rows of n elements, one after the other at `to_stride`; then zero rows up to `padded`.
+FORGE_INLINE void copy_rows(const Real* from, Int64 from_stride, Int64 n, int count, int padded,
+                            Real* to, Int64 to_stride) {
+  for (int row = 0; row < count; ++row) {
+    for (Int64 d = 0; d < n; d += kLanes) {
+      store(to + row * to_stride + d, load_within(from + row * from_stride, d, n));
+    }
+  }
+  for (int row = count; row < padded; ++row) {
+    for (Int64 d = 0; d < n; d += kLanes) store(to + row * to_stride + d, Vec{});
+  }
+}
+
+// Panels of Width columns, each holding its part of every row, row after row; panels lie panel_stride
+// elements apart, which leaves kLanes of slack. Returns whether every element is finite.
+template <int Width>
+FORGE_INLINE bool rows_to_panels(const Real* from, Int64 from_stride, Int64 n, int count, Real* to,
+                                 Int64 panel_stride) {
+  Vec zero{};  // 0 * x, summed: NaN if any x is not finite
+  for (int row = 0; row < count; ++row) {
+    const Real* source = from + row * from_stride;
+    Real* target = to + row * Width;
+    // Each store runs into the next row's place, which is written later.
+    for (Int64 d = 0; d < n; d += Width, target += panel_stride) {
+      FORGE_UNROLL
+      for (int part = 0; part < Width; part += kLanes) {
+        const Vec x = load_within(source, d + part, n);
+        zero = fma(x, Vec{}, zero);
+        store(target + part, x);
+      }
+    }
+  }
+  return !any(zero != zero);
+}
+
+}  // namespace
+}  // namespace forge::cpu::FORGE_TARGET

@@ -1,0 +1,204 @@
+// Attention problems for tests: their description, their arrays in any layout, and a float64 oracle that
+// shares nothing with csrc.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/problem.h"
+
+namespace forge_test {
+
+// As SPEC.md names them. A window of -1 is unlimited; offsets, starts and ends empty: the defaults.
+struct Case {
+  std::string name;
+  std::int64_t B = 1, Tq = 1, Tk = 1, H = 1, Hkv = 1, hd = 1;
+  bool causal = false;
+  std::int64_t window_left = -1, window_right = -1;
+  double softcap = 0, scale = std::numeric_limits<double>::quiet_NaN();  // NaN: 1 / sqrt(hd)
+  std::vector<std::int64_t> offsets, key_start, key_end;
+  float q_size = 1;
+
+  float used_scale() const {
+    return static_cast<float>(std::isnan(scale) ? 1 / std::sqrt(static_cast<double>(hd)) : scale);
+  }
+  std::int64_t offset(std::int64_t b) const {
+    return offsets.empty() ? Tk - Tq : offsets[static_cast<std::size_t>(b) % offsets.size()];
+  }
+  std::int64_t start(std::int64_t b) const {
+    return key_start.empty() ? 0 : key_start[static_cast<std::size_t>(b) % key_start.size()];
+  }
+  std::int64_t end(std::int64_t b) const {
+    return key_end.empty() ? Tk : key_end[static_cast<std::size_t>(b) % key_end.size()];
+  }
+  bool sees(std::int64_t b, std::int64_t i, std::int64_t j) const {
+    const std::int64_t position = i + offset(b);
+    return j >= start(b) && j < end(b) && (!causal || j <= position) &&
+           (window_left < 0 || j >= position - window_left) &&
+           (window_right < 0 || j <= position + window_right);
+  }
+  // The case with a name that says what it is.
+  Case named(const char* what) const {
+    Case copy = *this;
+    char text[256];
+    std::snprintf(text, sizeof text, "%s B%d Tq%d Tk%d H%d/%d hd%d causal%d window(%d,%d) cap%g size%g",
+                  what, static_cast<int>(B), static_cast<int>(Tq), static_cast<int>(Tk),
+                  static_cast<int>(H), static_cast<int>(Hkv), static_cast<int>(hd), causal,
+                  static_cast<int>(window_left), static_cast<int>(window_right), softcap, q_size);
+    copy.name = text;
+    return copy;
+  }
+};
+
+constexpr int kLayouts = 6;
+
+// A [B, T, heads, hd] array inside a buffer of NaN.
+class Array {
+ public:
+  Array() = default;
+  Array(std::int64_t B, std::int64_t T, std::int64_t heads, std::int64_t hd)
+      : B_(B), T_(T), heads_(heads), hd_(hd) {
+    relayout(0);
+  }
+
+  const float* base() const { return data_.data() + origin_; }
+  float* base() { return data_.data() + origin_; }
+  const forge::AttnStrides& strides() const { return strides_; }
+  float& at(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d) {
+    return base()[forge::element_offset(strides_, b, t, h) + d];
+  }
+  float at(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d) const {
+    return base()[forge::element_offset(strides_, b, t, h) + d];
+  }
+  template <typename Value>
+  void set(Value value) {
+    for (std::int64_t b = 0; b < B_; ++b)
+      for (std::int64_t t = 0; t < T_; ++t)
+        for (std::int64_t h = 0; h < heads_; ++h)
+          for (std::int64_t d = 0; d < hd_; ++d) at(b, t, h, d) = value();
+  }
+  void fill(float x) {
+    set([x] { return x; });
+  }
+  void randomize(unsigned seed, float size) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    set([&] { return size * normal(random); });
+  }
+
+  // 0: contiguous, its last row ends the buffer; 1: rows of a wider array; 2: heads before rows;
+  // 3: rows backwards; 4: one row for all (stride 0); 5: everything backwards, gaps between heads.
+  void relayout(int layout) {
+    const std::int64_t gap = layout == 5 ? 3 : 0, head = hd_ + gap;
+    strides_ = {T_ * heads_ * head, heads_ * head, head};
+    if (layout == 1) strides_ = {T_ * (heads_ * hd_ + 7), heads_ * hd_ + 7, hd_};
+    if (layout == 2) strides_ = {heads_ * T_ * hd_, hd_, T_ * hd_};
+    std::int64_t size = B_ * T_ * heads_ * head + (layout == 1 ? B_ * T_ * 7 : 0);
+    origin_ = 0;
+    if (layout == 3 || layout == 5) origin_ += (T_ - 1) * strides_.row, strides_.row *= -1;
+    if (layout == 5) {
+      origin_ += (heads_ - 1) * strides_.head + (B_ - 1) * strides_.batch;
+      strides_.head *= -1;
+      strides_.batch *= -1;
+    }
+    if (layout == 4) strides_.row = 0;
+    data_.assign(static_cast<std::size_t>(size), std::numeric_limits<float>::quiet_NaN());
+    randomize(static_cast<unsigned>(layout + 17), 1);
+  }
+
+ private:
+  std::int64_t B_ = 0, T_ = 0, heads_ = 0, hd_ = 0, origin_ = 0;
+  forge::AttnStrides strides_{};
+  std::vector<float> data_;
+};
+
+struct Arrays {
+  Array q, k, v;
+};
+
+inline Arrays make_arrays(const Case& c) {
+  Arrays arrays = {Array(c.B, c.Tq, c.H, c.hd), Array(c.B, c.Tk, c.Hkv, c.hd),
+                   Array(c.B, c.Tk, c.Hkv, c.hd)};
+  arrays.q.randomize(1, c.q_size);
+  arrays.k.randomize(2, 1);
+  arrays.v.randomize(3, 1);
+  return arrays;
+}
+
+// o (and everything else of the forward) contiguous.
+inline forge::Problem problem_of(const Case& c, const Arrays& arrays) {
+  forge::Problem problem;
+  auto& p = problem.params;
+  p.B = c.B;
+  p.Tq = c.Tq;
+  p.Tk = c.Tk;
+  p.H = static_cast<std::int32_t>(c.H);
+  p.Hkv = static_cast<std::int32_t>(c.Hkv);
+  p.hd = static_cast<std::int32_t>(c.hd);
+  p.causal = c.causal;
+  p.window_left = c.window_left;
+  p.window_right = c.window_right;
+  p.scale = c.used_scale();
+  p.softcap = c.softcap;
+  p.q = arrays.q.strides();
+  p.k = arrays.k.strides();
+  p.v = arrays.v.strides();
+  p.o = {c.Tq * c.H * c.hd, c.H * c.hd, c.hd};
+  for (std::int64_t b = 0; b < c.B; ++b) {
+    problem.ranges.push_back({c.offset(b), c.start(b), c.end(b)});
+  }
+  return problem;
+}
+
+struct OracleRow {
+  std::int64_t visible;
+  double m, l;
+  double score_error;  // a bound on the float32 error of a score
+  double value_size;   // largest |v| seen, at least 1
+};
+
+// Row (b, h, i) of the forward in float64; o has hd elements.
+inline OracleRow oracle_row(const Case& c, const Arrays& arrays, std::int64_t b, std::int64_t h,
+                            std::int64_t i, double* o) {
+  const std::int64_t g = h / (c.H / c.Hkv);
+  OracleRow row = {0, -INFINITY, 0, 0, 1};
+  std::vector<double> s(static_cast<std::size_t>(c.Tk));
+  for (std::int64_t j = 0; j < c.Tk; ++j) {
+    if (!c.sees(b, i, j)) continue;
+    double x = 0, size = 0;
+    for (std::int64_t d = 0; d < c.hd; ++d) {
+      const double term = static_cast<double>(arrays.q.at(b, i, h, d)) * arrays.k.at(b, j, g, d);
+      x += term;
+      size += std::fabs(term);
+    }
+    x *= c.used_scale();
+    if (c.softcap > 0) x = c.softcap * std::tanh(x / c.softcap);
+    ++row.visible;
+    s[static_cast<std::size_t>(j)] = x;
+    if (x > row.m) row.m = x;
+    const double error = (size * std::fabs(c.used_scale()) * std::sqrt(c.hd + 4.0) + 4 * std::fabs(x)) *
+                         0x1p-24;
+    if (std::isfinite(error) && error > row.score_error) row.score_error = error;
+  }
+  for (std::int64_t d = 0; d < c.hd; ++d) o[d] = 0;
+  for (std::int64_t j = 0; j < c.Tk; ++j) {
+    if (!c.sees(b, i, j)) continue;
+    // p below the smallest normal float counts as 0, as the kernels have it
+    double p = std::exp(s[static_cast<std::size_t>(j)] - row.m);
+    if (p < 0x1p-126) p = 0;
+    row.l += p;
+    for (std::int64_t d = 0; d < c.hd; ++d) {
+      const double v = arrays.v.at(b, j, g, d);
+      o[d] += p * v;
+      if (std::isfinite(v) && std::fabs(v) > row.value_size) row.value_size = std::fabs(v);
+    }
+  }
+  for (std::int64_t d = 0; d < c.hd && row.visible > 0; ++d) o[d] /= row.l;
+  return row;
+}
+
+}  // namespace forge_test
