@@ -10,8 +10,8 @@ RESULTS = ("out", "lse", "row_max", "row_sum", *GRADIENTS)
 
 
 def run(q, k, v, dout=None, dlse=None, **options):
-    """out, lse, row_max, row_sum, probs (materialized), family (the kernel family that ran) and, where
-    dout is given, dq, dk, dv."""
+    """out, lse, row_max, row_sum, probs (materialized), family (the kernel family that ran) and,
+    where dout is given, dq, dk, dv."""
     out, saved = forge.attention_forward(q, k, v, **options)
     result = SimpleNamespace(
         out=out,
@@ -47,7 +47,8 @@ def assert_same_bits(got, want, names=RESULTS):
 
 def same_bits(got, want, name=""):
     got, want = np.ascontiguousarray(got), np.ascontiguousarray(want)
-    assert got.dtype == want.dtype and got.shape == want.shape, name
+    assert got.dtype == want.dtype, name
+    assert got.shape == want.shape, name
     np.testing.assert_array_equal(got, want, err_msg=name)  # NaN as equal, whatever its payload
     live = ~np.isnan(want)
     np.testing.assert_array_equal(np.signbit(got[live]), np.signbit(want[live]), err_msg=name)

@@ -5,11 +5,18 @@ import os
 import forge
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 KERNELS = ("materialized", "fused")
 
-settings.register_profile("forge", derandomize=True, deadline=None, max_examples=60, database=None)
+settings.register_profile(
+    "forge",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 settings.load_profile("forge")
 
 

@@ -46,7 +46,7 @@ def split_heads(x, heads):
 
 
 class Solution:
-    """out, lse, row_max, row_sum, probs and, where dout is given, dq, dk, dv and d_row; in one dtype."""
+    """out, lse, row_max, row_sum, probs and, given dout, dq, dk, dv and d_row; in one dtype."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Solution:
 
     def term_sums(self, scores_too):
         """For each array, the largest sum of the sizes of the terms added up to make it. With
-        `scores_too`, the terms of the scores count as well: an error of s is a relative error of p."""
+        `scores_too`, the terms of the scores count too: an error of s is a relative error of p."""
         q, k, v, p = abs(self.q), abs(self.k), abs(self.v), self.probs
         live_max = np.where(np.isfinite(self.row_max), abs(self.row_max), 0)
         s = np.zeros_like(p)

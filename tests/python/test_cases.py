@@ -1,5 +1,5 @@
 """Problems whose answers come from other projects: PyTorch, FlexAttention, Hugging Face, JAX, ONNX,
-onnxruntime. Each is one call of forge: padding is key_start and key_end, alignment is query_offset."""
+onnxruntime. Each is one call of forge: padding is key_start and key_end, alignment query_offset."""
 
 import json
 from pathlib import Path

@@ -27,7 +27,7 @@ def assert_dead(got, rows):
     ],
 )
 def test_leading_tiles_fully_masked(T, window, backend, kernel):
-    """Each row is the mean of the last `window` indices, also where all earlier tiles are hidden."""
+    """Each row is the mean of the last `window` indices, also where earlier tiles are hidden."""
     zeros = np.zeros((1, T, 1, 4), np.float32)
     v = zeros + np.arange(T, dtype=np.float32).reshape(1, T, 1, 1)
     got = run(zeros, zeros, v, causal=True, window=window, backend=backend, kernel=kernel)

@@ -1,4 +1,4 @@
-"""Which keys a query sees. With q = 0 every score is 0, so exp(lse) counts the visible keys exactly."""
+"""Which keys a query sees. With q = 0 every score is 0: exp(lse) counts the visible keys."""
 
 import forge
 import numpy as np
@@ -20,7 +20,7 @@ def counts(Tq, Tk, B=1, **options):
 
 
 def seen_by(Tq, Tk, B=1, **options):
-    """Boolean [B, Tq, Tk] read off dv: query i alone gives dout, so dv is nonzero at the keys it sees."""
+    """Boolean [B, Tq, Tk] read off dv: dout of query i alone reaches dv at the keys it sees."""
     seen = np.zeros((B, Tq, Tk), bool)
     _, saved = forge.attention_forward(zeros(B, Tq), zeros(B, Tk), zeros(B, Tk), **options)
     for i in range(Tq):
@@ -138,7 +138,7 @@ def test_offset_zero_is_the_top_left_corner(backend, kernel):
 
 
 def test_caches_of_different_lengths_in_one_call(backend, kernel, rng):
-    """Decoding with fills of 3, 8 and 5 keys in a cache of 8 equals three calls on what is filled."""
+    """Decoding with 3, 8 and 5 keys in a cache of 8 equals three calls on what is filled."""
     q, k, v, _ = random_inputs(rng, B=3, Tq=1, Tk=8)
     fills = np.array([3, 8, 5])
     options = {"causal": True, "backend": backend, "kernel": kernel}

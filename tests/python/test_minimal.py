@@ -1,4 +1,4 @@
-"""The file to run if you run one: forge imports, computes the right numbers, and refuses wrong calls."""
+"""The file to run if you run one: forge imports, computes right numbers and refuses wrong calls."""
 
 import forge
 import numpy as np
@@ -44,6 +44,6 @@ def test_a_wrong_call_names_its_argument():
     x = np.zeros((1, 2, 6, 4), np.float32)
     y = np.zeros((1, 2, 4, 4), np.float32)
     with pytest.raises(
-        ValueError, match="^num_heads must be a multiple of num_kv_heads, got 6 and 4"
+        ValueError, match=r"^num_heads must be a multiple of num_kv_heads, got 6 and 4"
     ):
         forge.attention(x, y, y)

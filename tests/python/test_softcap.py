@@ -25,7 +25,7 @@ def two_keys(backend, kernel, dout=None):
 
 
 def test_the_formula(backend, kernel):
-    """2 tanh(1/2) and 2 tanh(3/2); s * tanh(s / cap), a cap of 1 and no cap all give other numbers."""
+    """2 tanh(1/2) and 2 tanh(3/2); s * tanh(s / cap), a cap of 1 and no cap give other numbers."""
     got = two_keys(backend, kernel)
     np.testing.assert_allclose(got.out.item(), 0.708077, rtol=2e-6)
     np.testing.assert_allclose(got.lse.item(), 2.155499, rtol=2e-6)
@@ -105,7 +105,7 @@ def test_a_cap_below_the_smallest_normal_float(cpu, kernel):
 @pytest.mark.parametrize("softcap", [-1.0, -1e-30, np.nan, np.inf, -np.inf, 1e39, 1e-50])
 def test_impossible_caps_are_refused(softcap):
     x = np.zeros((1, 1, 1, 1), np.float32)
-    with pytest.raises(ValueError, match="^softcap"):
+    with pytest.raises(ValueError, match=r"^softcap"):
         forge.attention(x, x, x, softcap=softcap)
 
 
