@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <memory>
+#include <type_traits>
 
 #include "core/cpu_target.h"
 #include "core/thread_pool.h"
+#include "cpu/attention.h"
 #include "reference/attention.h"
 
 namespace forge {
@@ -26,13 +28,9 @@ void fill_zero(Real* data, const AttnStrides& strides, const AttnParamsOf<double
 }
 
 template <typename Real>
-CpuTarget materialized_backward(const Problem& problem, const BackwardArrays<Real>& given,
+CpuTarget materialized_backward(const Problem& problem, const BackwardArrays<Real>& arrays,
                                 bool accumulate, CpuTarget target) {
   const AttnParamsOf<double>& params = problem.params;
-  const std::size_t rows = static_cast<std::size_t>(params.B * params.H * params.Tq);
-  const std::unique_ptr<Real[]> d_row(new Real[rows]);
-  BackwardArrays<Real> arrays = given;
-  arrays.d_row = d_row.get();
   if (!accumulate) {
     fill_zero(arrays.dq, params.dq, params, params.Tq, params.H);
     fill_zero(arrays.dk, params.dk, params, params.Tk, params.Hkv);
@@ -41,6 +39,23 @@ CpuTarget materialized_backward(const Problem& problem, const BackwardArrays<Rea
   reference::attention_bwd_d(problem, arrays, target);
   reference::attention_bwd_dq(problem, arrays, target);
   return reference::attention_bwd_dkv(problem, arrays, target);
+}
+
+// The whole backward, with a d_row of its own.
+template <typename Real>
+CpuTarget backward_of(const Problem& problem, BackwardArrays<Real> arrays, bool accumulate,
+                      CpuTarget target) {
+  const AttnParamsOf<double>& params = problem.params;
+  const std::unique_ptr<Real[]> d_row(
+      new Real[static_cast<std::size_t>(params.B * params.H * params.Tq)]);
+  arrays.d_row = d_row.get();
+  if constexpr (std::is_same_v<Real, float>) {
+    if (problem.family == Family::kFused) {
+      cpu::attention_bwd(problem, arrays, accumulate, target);
+      return target;
+    }
+  }
+  return materialized_backward(problem, arrays, accumulate, target);
 }
 
 template <typename Real>
@@ -59,20 +74,6 @@ CpuTarget run_materialized(MaterializedKernel kernel, const Problem& problem,
   }
   return reference::attention_bwd_dkv(problem, backward, target);
 }
-
-// Until the fused kernels are here, the fused family runs the materialized ones on a p of its own.
-struct TemporaryProbs {
-  std::unique_ptr<float[]> p;
-  std::unique_ptr<float[]> stats;
-  ForwardArrays<float> arrays;
-
-  TemporaryProbs(const Problem& problem, ForwardArrays<float> given) : arrays(given) {
-    const AttnParamsOf<double>& params = problem.params;
-    const std::size_t rows = static_cast<std::size_t>(params.B * params.H * params.Tq);
-    p.reset(new float[rows * static_cast<std::size_t>(params.Tk)]);
-    arrays.p = p.get();
-  }
-};
 
 class CpuBackend final : public Backend {
  public:
@@ -93,35 +94,21 @@ class CpuBackend final : public Backend {
 
   RunInfo forward(const Problem& problem, const ForwardBuffers& arrays,
                   const std::string& cpu_target) const override {
-    const CpuTarget target = choose_cpu_target(cpu_target);
-    if (problem.family == Family::kFused) {
-      TemporaryProbs temporary(problem, arrays.f32);
-      return info(reference::attention_fwd(problem, temporary.arrays, target));
+    if (problem.family == Family::kMaterialized) {
+      return run_kernel(MaterializedKernel::kForward, problem, arrays, {}, cpu_target);
     }
-    return run_kernel(MaterializedKernel::kForward, problem, arrays, {}, cpu_target);
+    const CpuTarget target = choose_cpu_target(cpu_target);
+    cpu::attention_fwd(problem, arrays.f32, target);
+    return info(problem.family, target);
   }
 
   RunInfo backward(const Problem& problem, const BackwardBuffers& arrays, bool accumulate,
                    const std::string& cpu_target) const override {
     const CpuTarget target = choose_cpu_target(cpu_target);
     if (problem.dtype == DType::kFloat64) {
-      return info(materialized_backward(problem, arrays.f64, accumulate, target));
+      return info(problem.family, backward_of(problem, arrays.f64, accumulate, target));
     }
-    BackwardArrays<float> given = arrays.f32;
-    if (problem.family == Family::kFused) {
-      const AttnParamsOf<double>& params = problem.params;
-      const std::size_t rows = static_cast<std::size_t>(params.B * params.H * params.Tq);
-      const std::unique_ptr<float[]> o(new float[rows * static_cast<std::size_t>(params.hd)]);
-      const std::unique_ptr<float[]> stats(new float[2 * rows]);
-      Problem packed = problem;
-      packed.params.o = {params.Tq * params.H * params.hd, params.H * params.hd, params.hd};
-      TemporaryProbs temporary(
-          packed, {given.q, given.k, given.v, o.get(), nullptr, {stats.get(), stats.get() + rows}});
-      reference::attention_fwd(packed, temporary.arrays, target);
-      given.p = temporary.p.get();
-      return info(materialized_backward(problem, given, accumulate, target));
-    }
-    return info(materialized_backward(problem, given, accumulate, target));
+    return info(problem.family, backward_of(problem, arrays.f32, accumulate, target));
   }
 
   RunInfo run_kernel(MaterializedKernel kernel, const Problem& problem,
@@ -129,14 +116,14 @@ class CpuBackend final : public Backend {
                      const std::string& cpu_target) const override {
     const CpuTarget target = choose_cpu_target(cpu_target);
     if (problem.dtype == DType::kFloat64) {
-      return info(run_materialized(kernel, problem, forward.f64, backward.f64, target));
+      return info(problem.family, run_materialized(kernel, problem, forward.f64, backward.f64, target));
     }
-    return info(run_materialized(kernel, problem, forward.f32, backward.f32, target));
+    return info(problem.family, run_materialized(kernel, problem, forward.f32, backward.f32, target));
   }
 
  private:
-  static RunInfo info(CpuTarget target) {
-    return {"cpu", "materialized", cpu_target_name(target), num_threads()};
+  static RunInfo info(Family family, CpuTarget target) {
+    return {"cpu", family_name(family), cpu_target_name(target), num_threads()};
   }
 };
 
