@@ -49,8 +49,9 @@ def test_a_backend_that_is_not_there_raises_its_reason(name, rng):
         forge.attention(q, k, v, backend=name)
 
 
-def test_passed_over_backends_are_told(cpu, rng):
+def test_passed_over_backends_are_told(cpu, rng, monkeypatch):
     """Without a name the first backend that can serve does; last_run keeps why others did not."""
+    monkeypatch.delenv("FORGE_BACKEND", raising=False)
     q, k, v, _ = random_inputs(rng, dtype=np.float64)
     forge.attention(q, k, v, kernel="materialized")
     last = forge.last_run()
