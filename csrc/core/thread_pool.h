@@ -10,9 +10,24 @@ namespace forge {
 // CPUs this process may use: its affinity mask, capped by a cgroup CPU quota.
 int usable_cpus();
 
+constexpr int kMaxThreads = 1024;
+
 // Threads a parallel_for uses, the caller included. 0 in set_num_threads means usable_cpus().
 int num_threads();
 void set_num_threads(int threads);
+
+// While one stands, num_threads() of the thread that made it does not move, whatever others set: a
+// call sizes its scratch memory by it.
+class ThreadCountScope {
+ public:
+  ThreadCountScope();
+  ~ThreadCountScope();
+  ThreadCountScope(const ThreadCountScope&) = delete;
+  ThreadCountScope& operator=(const ThreadCountScope&) = delete;
+
+ private:
+  const int outer_;
+};
 
 using TaskFunction = void (*)(void* context, std::int64_t task, int worker);
 

@@ -50,6 +50,18 @@ void test_worker_indices_are_exclusive() {
   CHECK(exclusive);
 }
 
+// Another thread changes the count in the middle of a call: the call keeps the count it began with.
+void test_scope_holds_the_count() {
+  forge::set_num_threads(2);
+  {
+    const forge::ThreadCountScope scope;
+    std::thread([] { forge::set_num_threads(8); }).join();
+    CHECK(forge::num_threads() == 2);
+    CHECK(runs_each_task_once(100));
+  }
+  CHECK(forge::num_threads() == 8);
+}
+
 void test_many_callers() {
   forge::set_num_threads(3);
   std::atomic<int> failures{0};
@@ -86,6 +98,7 @@ void test_fork() {
 int main() {
   test_thread_counts();
   test_worker_indices_are_exclusive();
+  test_scope_holds_the_count();
   test_many_callers();
 #if !defined(__SANITIZE_THREAD__)
   test_fork();
