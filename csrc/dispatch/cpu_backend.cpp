@@ -1,6 +1,7 @@
 #include "dispatch/cpu_backend.h"
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <type_traits>
 
@@ -27,15 +28,32 @@ void fill_zero(Real* data, const AttnStrides& strides, const AttnParamsOf<double
   }
 }
 
+// Neither queries nor keys: the tiled kernels and their schedules are not asked to divide by that.
+bool nothing_to_see(const AttnParamsOf<double>& params) {
+  return params.B == 0 || params.Tq == 0 || params.Tk == 0;
+}
+
+// Without keys every row is dead.
+void forward_of_nothing(const Problem& problem, const ForwardArrays<float>& arrays) {
+  const AttnParamsOf<double>& params = problem.params;
+  const std::int64_t rows = params.B * params.H * params.Tq;
+  fill_zero(arrays.o, params.o, params, params.Tq, params.H);
+  std::fill_n(arrays.stats.row_max, rows, -std::numeric_limits<float>::infinity());
+  std::fill_n(arrays.stats.row_sum, rows, 0.0f);
+}
+
+template <typename Real>
+void zero_gradients(const Problem& problem, const BackwardArrays<Real>& arrays) {
+  const AttnParamsOf<double>& params = problem.params;
+  fill_zero(arrays.dq, params.dq, params, params.Tq, params.H);
+  fill_zero(arrays.dk, params.dk, params, params.Tk, params.Hkv);
+  fill_zero(arrays.dv, params.dv, params, params.Tk, params.Hkv);
+}
+
 template <typename Real>
 CpuTarget materialized_backward(const Problem& problem, const BackwardArrays<Real>& arrays,
                                 bool accumulate, CpuTarget target) {
-  const AttnParamsOf<double>& params = problem.params;
-  if (!accumulate) {
-    fill_zero(arrays.dq, params.dq, params, params.Tq, params.H);
-    fill_zero(arrays.dk, params.dk, params, params.Tk, params.Hkv);
-    fill_zero(arrays.dv, params.dv, params, params.Tk, params.Hkv);
-  }
+  if (!accumulate) zero_gradients(problem, arrays);
   reference::attention_bwd_d(problem, arrays, target);
   reference::attention_bwd_dq(problem, arrays, target);
   return reference::attention_bwd_dkv(problem, arrays, target);
@@ -51,7 +69,11 @@ CpuTarget backward_of(const Problem& problem, BackwardArrays<Real> arrays, bool 
   arrays.d_row = d_row.get();
   if constexpr (std::is_same_v<Real, float>) {
     if (problem.family == Family::kFused) {
-      cpu::attention_bwd(problem, arrays, accumulate, target);
+      if (!nothing_to_see(params)) {
+        cpu::attention_bwd(problem, arrays, accumulate, target);
+      } else if (!accumulate) {
+        zero_gradients(problem, arrays);
+      }
       return target;
     }
   }
@@ -97,13 +119,19 @@ class CpuBackend final : public Backend {
     if (problem.family == Family::kMaterialized) {
       return run_kernel(MaterializedKernel::kForward, problem, arrays, {}, cpu_target);
     }
+    const ThreadCountScope scope;
     const CpuTarget target = choose_cpu_target(cpu_target);
-    cpu::attention_fwd(problem, arrays.f32, target);
+    if (nothing_to_see(problem.params)) {
+      forward_of_nothing(problem, arrays.f32);
+    } else {
+      cpu::attention_fwd(problem, arrays.f32, target);
+    }
     return info(problem.family, target);
   }
 
   RunInfo backward(const Problem& problem, const BackwardBuffers& arrays, bool accumulate,
                    const std::string& cpu_target) const override {
+    const ThreadCountScope scope;
     const CpuTarget target = choose_cpu_target(cpu_target);
     if (problem.dtype == DType::kFloat64) {
       return info(problem.family, backward_of(problem, arrays.f64, accumulate, target));
@@ -114,11 +142,14 @@ class CpuBackend final : public Backend {
   RunInfo run_kernel(MaterializedKernel kernel, const Problem& problem,
                      const ForwardBuffers& forward, const BackwardBuffers& backward,
                      const std::string& cpu_target) const override {
+    const ThreadCountScope scope;
     const CpuTarget target = choose_cpu_target(cpu_target);
     if (problem.dtype == DType::kFloat64) {
-      return info(problem.family, run_materialized(kernel, problem, forward.f64, backward.f64, target));
+      return info(problem.family,
+                  run_materialized(kernel, problem, forward.f64, backward.f64, target));
     }
-    return info(problem.family, run_materialized(kernel, problem, forward.f32, backward.f32, target));
+    return info(problem.family,
+                run_materialized(kernel, problem, forward.f32, backward.f32, target));
   }
 
  private:

@@ -53,7 +53,7 @@ def _why_copy(array: Array) -> str | None:
         return "byte-swapped"
     if not array.flags.aligned:
         return "misaligned"
-    if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+    if array.size and array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         return "last axis not of unit stride"
     return None
 
@@ -78,7 +78,7 @@ def as_output(name: str, value: object, shape: tuple[int, ...], dtype: np.dtype[
     if reason is not None:
         raise ValueError(f"{name} must be written in place, got an array that is {reason}")
     for axis, (extent, stride) in enumerate(zip(value.shape, value.strides, strict=True)):
-        if extent > 1 and stride == 0:
+        if value.size and extent > 1 and stride == 0:
             raise ValueError(f"{name} must have no zero stride, got one on axis {axis}")
     return value.view(np.ndarray)
 
