@@ -5,6 +5,7 @@
 #include <string>
 
 #include "bindings/arrays.h"
+#include "bindings/options.h"
 #include "core/errors.h"
 #include "dispatch/backend.h"
 
@@ -12,19 +13,6 @@ namespace py = pybind11;
 
 namespace forge::bindings {
 namespace {
-
-// Everything about a call but its arrays.
-struct Options {
-  bool causal = false;
-  std::int64_t window_left = -1;
-  std::int64_t window_right = -1;
-  double scale = 1;
-  double softcap = 0;
-  py::object ranges = py::none();  // int64 [B, 3]; None: all keys, the last query at the last key
-  std::string kernel = "fused";
-  std::string backend;     // empty: the first that serves
-  std::string cpu_target;  // empty: the best
-};
 
 Int32 head_count(std::int64_t value, const char* name) {
   if (value > 0x7fffffff) {
@@ -168,9 +156,7 @@ struct ForwardCall {
   }
 };
 
-py::dict attention_fwd(py::object q, py::object k, py::object v, py::object o, py::object p,
-                       py::object row_max, py::object row_sum, const Options& options) {
-  const ForwardCall forward({q, k, v, o, p, row_max, row_sum}, options);
+py::dict run_forward(const ForwardCall& forward, const Options& options) {
   const BackendChoice choice = choose_backend(forward.call.problem, options.backend);
   RunInfo info;
   {
@@ -180,11 +166,22 @@ py::dict attention_fwd(py::object q, py::object k, py::object v, py::object o, p
   return as_dict(info, choice);
 }
 
+py::dict attention_fwd(py::object q, py::object k, py::object v, py::object o, py::object p,
+                       py::object row_max, py::object row_sum, const py::dict& given) {
+  const Options options = options_of(given);
+  return run_forward(ForwardCall({q, k, v, o, p, row_max, row_sum}, options), options);
+}
+
+void require_float32(const ArrayView& view) {
+  if (view.dtype != DType::kFloat32) throw TypeError(view.name + " must be float32, got float64");
+}
+
 py::dict attention_fwd_f32(py::object q, py::object k, py::object v, py::object o, py::object p,
-                           py::object row_max, py::object row_sum, Options options) {
-  options.kernel = "materialized";
-  if (view_of(q, "q").dtype != DType::kFloat32) throw TypeError("q must be float32, got float64");
-  return attention_fwd(q, k, v, o, p, row_max, row_sum, options);
+                           py::object row_max, py::object row_sum, const py::dict& given) {
+  const Options options = materialized_options_of(given);
+  const ForwardCall forward({q, k, v, o, p, row_max, row_sum}, options);
+  require_float32(forward.q);
+  return run_forward(forward, options);
 }
 
 // Inputs and outputs of a backward call, in a dict: which are needed depends on the kernel.
@@ -230,7 +227,8 @@ void take_inputs(Call& call, const BackwardCall& arrays) {
   params.dout = call.query_like(arrays.dout);
 }
 
-py::dict attention_bwd(py::dict given, bool accumulate, const Options& options) {
+py::dict attention_bwd(const py::dict& given, bool accumulate, const py::dict& given_options) {
+  const Options options = options_of(given_options);
   const auto required = [&](const char* name) {
     if (!given.contains(name)) throw std::invalid_argument(std::string(name) + " must be given");
     return view_of(given[name], name);
@@ -274,13 +272,9 @@ py::dict attention_bwd(py::dict given, bool accumulate, const Options& options) 
   return as_dict(info, choice);
 }
 
-void require_float32(const ArrayView& view) {
-  if (view.dtype != DType::kFloat32) throw TypeError(view.name + " must be float32, got float64");
-}
-
 py::dict attention_bwd_d_f32(py::object o, py::object dout, py::object dlse, py::object d_row,
-                             Options options) {
-  options.kernel = "materialized";
+                             const py::dict& given) {
+  Options options = materialized_options_of(given);
   options.ranges = py::none();
   BackwardCall arrays;
   arrays.o = view_of(o, "o");
@@ -316,8 +310,9 @@ Call backward_kernel_call(BackwardCall& arrays, const std::array<py::object, 6>&
 }
 
 py::dict attention_bwd_dq_f32(py::object q, py::object k, py::object v, py::object p,
-                              py::object dout, py::object d_row, py::object dq, Options options) {
-  options.kernel = "materialized";
+                              py::object dout, py::object d_row, py::object dq,
+                              const py::dict& given) {
+  const Options options = materialized_options_of(given);
   BackwardCall arrays;
   Call call = backward_kernel_call(arrays, {q, k, v, p, dout, d_row}, options);
   arrays.dq = view_of(dq, "dq");
@@ -329,8 +324,8 @@ py::dict attention_bwd_dq_f32(py::object q, py::object k, py::object v, py::obje
 
 py::dict attention_bwd_dkv_f32(py::object q, py::object k, py::object v, py::object p,
                                py::object dout, py::object d_row, py::object dk, py::object dv,
-                               Options options) {
-  options.kernel = "materialized";
+                               const py::dict& given) {
+  const Options options = materialized_options_of(given);
   BackwardCall arrays;
   Call call = backward_kernel_call(arrays, {q, k, v, p, dout, d_row}, options);
   arrays.dk = view_of(dk, "dk");
@@ -346,34 +341,22 @@ py::dict attention_bwd_dkv_f32(py::object q, py::object k, py::object v, py::obj
 }  // namespace
 
 void register_attention(py::module_& module) {
-  py::class_<Options>(module, "Options")
-      .def(py::init<>())
-      .def_readwrite("causal", &Options::causal)
-      .def_readwrite("window_left", &Options::window_left)
-      .def_readwrite("window_right", &Options::window_right)
-      .def_readwrite("scale", &Options::scale)
-      .def_readwrite("softcap", &Options::softcap)
-      .def_readwrite("ranges", &Options::ranges)
-      .def_readwrite("kernel", &Options::kernel)
-      .def_readwrite("backend", &Options::backend)
-      .def_readwrite("cpu_target", &Options::cpu_target)
-      .def("on_backend", [](Options copy, const std::string& backend) {
-        copy.backend = backend;
-        return copy;
-      });
-  const py::arg options("options");
   module.def("attention_fwd", &attention_fwd, py::arg("q"), py::arg("k"), py::arg("v"),
-             py::arg("o"), py::arg("p"), py::arg("row_max"), py::arg("row_sum"), options);
-  module.def("attention_bwd", &attention_bwd, py::arg("arrays"), py::arg("accumulate"), options);
+             py::arg("o"), py::arg("p"), py::arg("row_max"), py::arg("row_sum"),
+             py::arg("options"));
+  module.def("attention_bwd", &attention_bwd, py::arg("arrays"), py::arg("accumulate"),
+             py::arg("options"));
   module.def("attention_fwd_f32", &attention_fwd_f32, py::arg("q"), py::arg("k"), py::arg("v"),
-             py::arg("o"), py::arg("p"), py::arg("row_max"), py::arg("row_sum"), options);
+             py::arg("o"), py::arg("p"), py::arg("row_max"), py::arg("row_sum"),
+             py::arg("options"));
   module.def("attention_bwd_d_f32", &attention_bwd_d_f32, py::arg("o"), py::arg("dout"),
-             py::arg("dlse"), py::arg("d_row"), options);
+             py::arg("dlse"), py::arg("d_row"), py::arg("options"));
   module.def("attention_bwd_dq_f32", &attention_bwd_dq_f32, py::arg("q"), py::arg("k"),
-             py::arg("v"), py::arg("p"), py::arg("dout"), py::arg("d_row"), py::arg("dq"), options);
+             py::arg("v"), py::arg("p"), py::arg("dout"), py::arg("d_row"), py::arg("dq"),
+             py::arg("options"));
   module.def("attention_bwd_dkv_f32", &attention_bwd_dkv_f32, py::arg("q"), py::arg("k"),
              py::arg("v"), py::arg("p"), py::arg("dout"), py::arg("d_row"), py::arg("dk"),
-             py::arg("dv"), options);
+             py::arg("dv"), py::arg("options"));
 }
 
 }  // namespace forge::bindings

@@ -2,6 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <stdexcept>
+#include <string>
+
 #include "bindings/attention.h"
 #include "core/cpu_target.h"
 #include "core/errors.h"
@@ -42,6 +45,14 @@ py::dict build_config() {
   return result;
 }
 
+void set_num_threads(int threads) {
+  if (threads < 1 || threads > forge::kMaxThreads) {
+    throw std::invalid_argument("threads must be within [1, " + std::to_string(forge::kMaxThreads) +
+                                "], got " + std::to_string(threads));
+  }
+  forge::set_num_threads(threads);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_forge, module) {
@@ -59,5 +70,5 @@ PYBIND11_MODULE(_forge, module) {
   module.def("backends", &backends);
   module.def("build_config", &build_config);
   module.def("num_threads", &forge::num_threads);
-  module.def("set_num_threads", &forge::set_num_threads, py::arg("threads"));
+  module.def("set_num_threads", &set_num_threads, py::arg("threads"));
 }

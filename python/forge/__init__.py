@@ -7,9 +7,10 @@ from typing import Any
 
 from forge import _forge, kernels
 from forge._arrays import empty
-from forge._attention import Saved, attention, attention_backward, attention_forward
+from forge._attention import attention, attention_backward, attention_forward
 from forge._options import as_int as _as_int
 from forge._run import last_run
+from forge._saved import Saved
 
 __all__ = [
     "Saved",

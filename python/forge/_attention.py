@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from forge import _forge, _run
@@ -18,7 +16,6 @@ from forge._arrays import (
 )
 from forge._memory import check_memory
 from forge._options import (
-    Heads,
     MaskAndScale,
     Positions,
     Window,
@@ -27,108 +24,9 @@ from forge._options import (
     head_counts,
     kernel_name,
 )
+from forge._saved import Call, Saved
 
 _P_INSTEAD = "kernel='fused' needs no p"
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The inputs of one forward call, checked: q, k, v with heads split, and its options."""
-
-    q: Array
-    k: Array
-    v: Array
-    ndim: int
-    heads: Heads
-    options: _forge.Options
-    kernel: str
-    arrays: dict[str, str]
-
-    def query_shape(self) -> tuple[int, ...]:
-        sizes = self.heads
-        if self.ndim == 4:
-            return sizes.B, sizes.Tq, sizes.H, sizes.hd
-        return sizes.B, sizes.Tq, sizes.H * sizes.hd
-
-    def key_shape(self) -> tuple[int, ...]:
-        sizes = self.heads
-        if self.ndim == 4:
-            return sizes.B, sizes.Tk, sizes.Hkv, sizes.hd
-        return sizes.B, sizes.Tk, sizes.Hkv * sizes.hd
-
-    def row_shape(self) -> tuple[int, int, int]:
-        return self.heads.B, self.heads.H, self.heads.Tq
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Saved:
-    """What a forward call keeps for its backward.
-
-    References to q, k, v and out, the row statistics and the options. Arrays are not copied: do not
-    write into them before the backward.
-    """
-
-    _call: _Call
-    out: Array
-    """``o``, in the rank of q."""
-    row_max: Array
-    """``m``, the maximum of each row's visible scores; ``[B, H, Tq]``; -inf for a dead row."""
-    row_sum: Array
-    """``l``, the sum of ``exp(s - m)`` over the visible keys; ``[B, H, Tq]``; 0 for a dead row."""
-    _probs: Array | None
-    backend: str
-    """The backend that ran, and that the backward will run on."""
-
-    @property
-    def kernel(self) -> str:
-        """The kernel family asked for: ``"fused"`` or ``"materialized"``."""
-        return self._call.kernel
-
-    @property
-    def lse(self) -> Array:
-        """Log-sum-exp of the scaled, capped, visible scores, natural log; ``[B, H, Tq]``.
-
-        -inf for a row that sees no key.
-        """
-        with np.errstate(divide="ignore", invalid="ignore"):
-            lse: Array = self.row_max + np.log(self.row_sum)
-        return lse
-
-    @property
-    def probs(self) -> Array:
-        """``p``, ``[B, H, Tq, Tk]``; only from ``kernel="materialized"``.
-
-        Raises:
-            ValueError: the forward ran with another kernel.
-        """
-        if self._probs is None:
-            raise ValueError(
-                f"probs must come from a forward with kernel='materialized', "
-                f"got kernel={self.kernel!r}"
-            )
-        return self._probs
-
-    @property
-    def q(self) -> Array:
-        """The queries the forward read, in the rank they came in."""
-        return self._call.q.reshape(self._call.query_shape())
-
-    @property
-    def k(self) -> Array:
-        """The keys the forward read, in the rank they came in."""
-        return self._call.k.reshape(self._call.key_shape())
-
-    @property
-    def v(self) -> Array:
-        """The values the forward read, in the rank they came in."""
-        return self._call.v.reshape(self._call.key_shape())
-
-    def __repr__(self) -> str:
-        sizes = self._call.heads
-        return (
-            f"Saved(kernel={self.kernel!r}, backend={self.backend!r}, B={sizes.B}, Tq={sizes.Tq}, "
-            f"Tk={sizes.Tk}, H={sizes.H}, Hkv={sizes.Hkv}, hd={sizes.hd})"
-        )
 
 
 def _check_dtype(arrays: dict[str, Array], kernel: str) -> None:
@@ -151,14 +49,14 @@ def _prepare(
     num_kv_heads: int | None,
     kernel: object,
     backend: object,
-) -> _Call:
+) -> Call:
     family = kernel_name(kernel)
     inputs, how = {}, {}
     for name, value in (("q", q), ("k", k), ("v", v)):
         inputs[name], how[name] = as_input(name, value)
     _check_dtype(inputs, family)
     heads = head_counts(inputs["q"], inputs["k"], inputs["v"], num_heads, num_kv_heads)
-    return _Call(
+    return Call(
         q=split_heads(inputs["q"], heads.H),
         k=split_heads(inputs["k"], heads.Hkv),
         v=split_heads(inputs["v"], heads.Hkv),
@@ -170,7 +68,7 @@ def _prepare(
     )
 
 
-def _forward(call: _Call, out: object) -> tuple[Array, Saved]:
+def _forward(call: Call, out: object) -> tuple[Array, Saved]:
     shape, dtype = call.query_shape(), call.q.dtype
     sizes = call.heads
     probs = None
@@ -353,7 +251,7 @@ def attention_backward(
 
 
 def _gradients(
-    call: _Call,
+    call: Call,
     saved: Saved,
     inputs: dict[str, Array],
     given: dict[str, Array | None],
@@ -389,7 +287,7 @@ def _run_backward(
 ) -> None:
     call = saved._call
     H, Hkv = call.heads.H, call.heads.Hkv
-    options = call.options.on_backend(saved.backend)
+    options: _forge.Options = {**call.options, "backend": saved.backend}
     given = {
         "q": call.q,
         "k": call.k,

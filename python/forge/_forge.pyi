@@ -1,10 +1,10 @@
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-class Options:
+class Options(TypedDict):
     causal: bool
     window_left: int
     window_right: int
@@ -14,8 +14,6 @@ class Options:
     kernel: str
     backend: str
     cpu_target: str
-    def __init__(self) -> None: ...
-    def on_backend(self, backend: str) -> Options: ...
 
 def attention_fwd(
     q: Array,

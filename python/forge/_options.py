@@ -242,18 +242,22 @@ def compiled_options(
     """
     if not isinstance(given.causal, (bool, np.bool_)):
         raise TypeError(f"causal must be a bool, got {type(given.causal).__name__}")
-    options = _forge.Options()
-    options.causal = bool(given.causal)
-    options.window_left, options.window_right = _as_window(given.window)
+    window_left, window_right = _as_window(given.window)
     softcap = 0.0 if given.softcap is None else _as_real("softcap", given.softcap, dtype)
     if softcap < 0:
         raise ValueError(f"softcap must not be negative, got {given.softcap}")
-    options.softcap = softcap
-    options.scale = (
-        1 / math.sqrt(heads.hd) if given.scale is None else _as_real("scale", given.scale, dtype)
-    )
-    options.ranges = _ranges(heads, given.query_offset, given.key_start, given.key_end)
-    options.kernel = kernel
-    options.backend = backend
-    options.cpu_target = os.environ.get("FORGE_CPU_TARGET", "")
-    return options
+    return {
+        "causal": bool(given.causal),
+        "window_left": window_left,
+        "window_right": window_right,
+        "softcap": softcap,
+        "scale": (
+            1 / math.sqrt(heads.hd)
+            if given.scale is None
+            else _as_real("scale", given.scale, dtype)
+        ),
+        "ranges": _ranges(heads, given.query_offset, given.key_start, given.key_end),
+        "kernel": kernel,
+        "backend": backend,
+        "cpu_target": os.environ.get("FORGE_CPU_TARGET", ""),
+    }

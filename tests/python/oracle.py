@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 UNIT = 2.0**-24  # half an ulp of float32, relative
+SMALLEST = 2.0**-126  # float32's smallest normal number; below it nothing is relative
 OPTIONS = ("causal", "window", "softcap", "scale", "query_offset", "key_start", "key_end")
 GRADIENTS = ("dq", "dk", "dv")
 
@@ -165,20 +166,22 @@ class Problem:
     def plain(self):
         return Solution(*self.inputs, np.float32, **self.options)
 
+    def terms(self, name):
+        """How many terms are added up, one sum after another, on the way to an element."""
+        hd, Tk = self.exact.q.shape[-1], self.exact.k.shape[2]
+        group_rows = self.exact.rep * self.exact.q.shape[2]
+        return 2 * hd + Tk + (group_rows if name in ("dk", "dv") else 0) + 8
+
     def tolerance(self, name, family, unit=UNIT):
-        if (
-            family == "materialized"
-        ):  # a fixed order: the number of terms times half an ulp of their sizes
-            hd, Tk, rows = (
-                self.exact.q.shape[-1],
-                self.exact.k.shape[2],
-                self.exact.rep * self.exact.q.shape[2],
-            )
-            terms = 2 * hd + Tk + (rows if name in ("dk", "dv") else 0) + 8
-            return terms * unit * self.exact.term_sums(scores_too=True)[name]
+        # Each term may be off by the smallest normal number, times what it is multiplied with.
+        largest = max(np.abs(x).max(initial=1) for x in self.inputs if x is not None)
+        floor = self.terms(name) * SMALLEST * float(largest)
+        if family == "materialized":  # a fixed order
+            return floor + self.terms(name) * unit * self.exact.term_sums(scores_too=True)[name]
         factor = 3 if name in GRADIENTS else 2
         plain_error = distance(getattr(self.plain, name), getattr(self.exact, name))
-        return factor * plain_error + 4 * unit * self.exact.term_sums(scores_too=False)[name]
+        sizes = self.exact.term_sums(scores_too=False)[name]
+        return floor + factor * plain_error + 4 * unit * sizes
 
     def check(self, family, unit=UNIT, **results):
         """Asserts that each result (out, lse, probs, dq, dk, dv) is as near the truth as promised.
