@@ -1,5 +1,6 @@
 # make demo: train a small language model with forge and draw what it learnt.
 # make test: build everything and run all tests, C++ and Python.
+# make test-neon: the C++ tests for 64-bit ARM under an emulator (needs NEON_TOOLS).
 # Both need Python >= 3.10, make and a C++17 compiler; the rest is made in .venv and build/.
 PYTHON ?= python3
 VENV := .venv
@@ -7,8 +8,10 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PRESET ?= dev
 DEMO_ARGS ?=
+NEON_TOOLS := aarch64-linux-gnu-g++ qemu-aarch64
+FLOAT_STRIDE ?= 97
 
-.PHONY: demo test sanitize lint clean
+.PHONY: demo test test-neon test-neon-reduced sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -21,12 +24,31 @@ test: $(VENV)/.installed
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
 	$(VENV)/bin/cmake --build build/$(PRESET)
 	$(VENV)/bin/ctest --preset $(PRESET)
+	@$(MAKE) --no-print-directory test-neon-reduced
+
+# Cross-built, then run under qemu-user. Functions of one float are tried on every FLOAT_STRIDE-th.
+test-neon: $(VENV)/.installed
+	$(VENV)/bin/cmake --preset neon-qemu -G Ninja \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) \
+	  -DFORGE_FLOAT_STRIDE=$(FLOAT_STRIDE)
+	$(VENV)/bin/cmake --build build/neon-qemu
+	$(VENV)/bin/ctest --preset neon-qemu
+
+# The same tests on fewer floats, where the tools are installed; with FORGE_REQUIRE_NEON set their
+# absence is a failure.
+test-neon-reduced:
+	@case "$$(uname -m)" in arm64|aarch64) \
+	  echo "NEON: the tests above ran it, this machine is 64-bit ARM"; exit 0;; esac; \
+	missing=; for tool in $(NEON_TOOLS); do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -z "$$missing" ]; then exec $(MAKE) --no-print-directory test-neon FLOAT_STRIDE=10007; fi; \
+	echo "NEON: SKIPPED, missing:$$missing (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)"; \
+	test -z "$$FORGE_REQUIRE_NEON"
 
 # The C++ tests under AddressSanitizer with UBSan, then under ThreadSanitizer.
 sanitize: $(VENV)/.installed
 	for preset in asan-ubsan tsan; do \
 	  $(VENV)/bin/cmake --preset $$preset -G Ninja \
-	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja && \
+	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) && \
 	  $(VENV)/bin/cmake --build build/$$preset && $(VENV)/bin/ctest --preset $$preset || exit 1; \
 	done
 
