@@ -32,12 +32,15 @@ ALLOWED = {"forge_kernels_avx2": AVX2, "forge_kernels_avx512": AVX512}
 
 
 def objects():
-    """Library of the build and object file, for every object file."""
+    """Library of the build and object file, for every object file that the build still makes."""
     folder = BUILD / "CMakeFiles"
+    rules = BUILD / "build.ninja"
+    made = rules.read_text() if rules.exists() else None
     return [
         (library.stem, path)
         for library in sorted(folder.glob("*.dir"))
         for path in sorted(library.rglob("*.o"))
+        if made is None or str(path.relative_to(BUILD)) in made
     ]
 
 
