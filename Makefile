@@ -10,6 +10,7 @@ PRESET ?= dev
 DEMO_ARGS ?=
 NEON_TOOLS := aarch64-linux-gnu-g++ qemu-aarch64
 FLOAT_STRIDE ?= 97
+CASE_STRIDE ?= 1
 
 .PHONY: demo test test-neon test-neon-reduced sanitize lint clean
 .DELETE_ON_ERROR:
@@ -26,21 +27,23 @@ test: $(VENV)/.installed
 	$(VENV)/bin/ctest --preset $(PRESET)
 	@$(MAKE) --no-print-directory test-neon-reduced
 
-# Cross-built, then run under qemu-user. Functions of one float are tried on every FLOAT_STRIDE-th.
+# Cross-built, then run under qemu-user. Functions of one float are tried on every FLOAT_STRIDE-th,
+# the fused kernels on every CASE_STRIDE-th case.
 test-neon: $(VENV)/.installed
 	$(VENV)/bin/cmake --preset neon-qemu -G Ninja \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) \
-	  -DFORGE_FLOAT_STRIDE=$(FLOAT_STRIDE)
+	  -DFORGE_FLOAT_STRIDE=$(FLOAT_STRIDE) -DFORGE_CASE_STRIDE=$(CASE_STRIDE)
 	$(VENV)/bin/cmake --build build/neon-qemu
 	$(VENV)/bin/ctest --preset neon-qemu
 
-# The same tests on fewer floats, where the tools are installed; with FORGE_REQUIRE_NEON set their
+# The same tests on fewer floats and cases, where the tools are installed; with FORGE_REQUIRE_NEON set their
 # absence is a failure.
 test-neon-reduced:
 	@case "$$(uname -m)" in arm64|aarch64) \
 	  echo "NEON: the tests above ran it, this machine is 64-bit ARM"; exit 0;; esac; \
 	missing=; for tool in $(NEON_TOOLS); do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
-	if [ -z "$$missing" ]; then exec $(MAKE) --no-print-directory test-neon FLOAT_STRIDE=10007; fi; \
+	if [ -z "$$missing" ]; then \
+	  exec $(MAKE) --no-print-directory test-neon FLOAT_STRIDE=10007 CASE_STRIDE=11; fi; \
 	echo "NEON: SKIPPED, missing:$$missing (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)"; \
 	test -z "$$FORGE_REQUIRE_NEON"
 
