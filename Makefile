@@ -1,5 +1,6 @@
 # make demo: train a small language model with forge and draw what it learnt.
 # make test: build everything and run all tests, C++ and Python.
+# make bench: time forge against other implementations, see docs/benchmarks.md.
 # make test-neon: the C++ tests for 64-bit ARM under an emulator (needs NEON_TOOLS).
 # Both need Python >= 3.10, make and a C++17 compiler; the rest is made in .venv and build/.
 PYTHON ?= python3
@@ -8,11 +9,13 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PRESET ?= dev
 DEMO_ARGS ?=
+BENCH_ARGS ?=
+BENCH_PEERS ?= torch==2.13.0 onnxruntime onnx jax
 NEON_TOOLS := aarch64-linux-gnu-g++ qemu-aarch64
 FLOAT_STRIDE ?= 97
 CASE_STRIDE ?= 1
 
-.PHONY: demo test test-neon test-neon-reduced sanitize lint clean
+.PHONY: demo test bench test-neon test-neon-reduced sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -20,7 +23,8 @@ demo: $(VENV)/.installed
 	$(PY) examples/train_char_lm.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "ruff>=0.6" "mypy>=1.11"
+	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "ruff>=0.6" "mypy>=1.11" \
+	  -r benchmarks/requirements.txt
 	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
 	$(VENV)/bin/cmake --build build/$(PRESET)
@@ -47,6 +51,13 @@ test-neon-reduced:
 	echo "NEON: SKIPPED, missing:$$missing (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)"; \
 	test -z "$$FORGE_REQUIRE_NEON"
 
+# A peer that cannot be installed is left out of the run.
+bench: $(VENV)/.installed
+	$(PIP) install --quiet -r benchmarks/requirements.txt
+	@for peer in $(BENCH_PEERS); do \
+	  $(PIP) install --quiet "$$peer" || echo "bench: $$peer cannot be installed here"; done
+	$(PY) -m benchmarks $(BENCH_ARGS)
+
 # The C++ tests under AddressSanitizer with UBSan, then under ThreadSanitizer.
 sanitize: $(VENV)/.installed
 	for preset in asan-ubsan tsan; do \
@@ -60,7 +71,8 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*')
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*' \
+	  'benchmarks/probe/*.cpp' 'benchmarks/probe/*.h')
 
 # The package, rebuilt when anything it is made of has changed.
 $(VENV)/.installed: $(VENV)/.tools pyproject.toml CMakeLists.txt README.md \
