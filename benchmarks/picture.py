@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 
 Record = dict[str, Any]
 
@@ -88,12 +89,12 @@ def _lines(ax: Axes, records: list[Record], peers: list[str], title: str) -> Non
                 ha="center",
                 fontsize=8,
                 color=STYLES["forge"]["color"],
+                zorder=6,
+                path_effects=[withStroke(linewidth=2.5, foreground="white")],
             )
     _top(ax, records, "peak_gflops", "gflops")
     ticks = [_tick(record) for record in records]
-    _finish(
-        ax, title, "GFLOP/s (visible pairs)", ticks, "T, then heads (query/key-value), head dim"
-    )
+    _finish(ax, title, "GFLOP/s (visible pairs)", ticks, "T; heads (query/key-value); head dim")
 
 
 def _bars(
@@ -110,8 +111,9 @@ def _bars(
             color = STYLES.get(peer, OTHER)["color"]
             ax.bar(left, row[value], 0.92 * width, color=color)
             if row[share] is not None:
-                text = f"{100 * row[share]:.0f} %"
-                ax.text(left, row[value], text, ha="center", va="bottom", fontsize=7)
+                text = f" {100 * row[share]:.0f} %"
+                turn = 90 if len(records) > 2 else 0  # so that narrow bars' labels stay apart
+                ax.text(left, row[value], text, ha="center", va="bottom", fontsize=7, rotation=turn)
     _limits(ax, records, limit)
     _top(ax, records, limit, value)
 
