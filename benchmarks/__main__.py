@@ -113,6 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "threads": plan.threads,
                 "rounds": plan.method.rounds,
                 "turn_seconds": plan.method.turn_seconds,
+                "most_foreign_cpus": plan.method.most_foreign_cpus,
                 "quick": options.quick,
             },
         }

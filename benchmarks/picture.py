@@ -12,6 +12,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 
+from benchmarks.report import caveats
+
 Record = dict[str, Any]
 
 # Okabe and Ito's colours, which the colour-blind tell apart, and a marker each.
@@ -200,7 +202,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     machine, threads = results["machine"], results["settings"]["threads"]
     figure.suptitle(
         f"Attention in float32 on {threads} thread{'s' if threads > 1 else ''} of {machine['cpu']}"
-        f", {results['date']}: higher is better; labels are shares of the limit",
+        f", {results['date']}: higher is better; labels are shares of the limit"
+        + "".join(f"\n{caveat}" for caveat in caveats(results)),
         fontsize=12,
     )
     _legend(figure, peers, results)

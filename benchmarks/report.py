@@ -91,15 +91,30 @@ def _sections(records: list[Record]) -> list[str]:
     return parts
 
 
+def foreign_cpus(results: dict[str, Any]) -> float | None:
+    """The CPUs that others used, at worst over the cases."""
+    loads = [record["foreign_cpus"] for record in results["records"]]
+    return max((load for load in loads if load is not None), default=None)
+
+
+def caveats(results: dict[str, Any]) -> list[str]:
+    """Why the figures should not be quoted; nothing if they may be."""
+    found = []
+    load, most = foreign_cpus(results), results["settings"]["most_foreign_cpus"]
+    if load is not None and load > most:
+        found.append(f"the machine was not quiet: others used up to {load:.1f} CPUs")
+    if results["settings"]["quick"]:
+        found.append("a quick run: short turns, few rounds")
+    if results.get("interrupted"):
+        found.append("interrupted: some cases are missing")
+    return found
+
+
 def _head(results: dict[str, Any]) -> str:
     machine, settings = results["machine"], results["settings"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    quiet = [
-        record["foreign_cpus"]
-        for record in results["records"]
-        if record["foreign_cpus"] is not None
-    ]
-    others = f"{max(quiet):.2f} CPUs at most (medians of the cases)" if quiet else "unknown"
+    load = foreign_cpus(results)
+    others = "unknown" if load is None else f"{load:.2f} CPUs at most (medians of the cases)"
     lines = [
         f"# Attention on {settings['threads']} CPU threads, {results['date']}",
         "",
@@ -109,8 +124,7 @@ def _head(results: dict[str, Any]) -> str:
         f"- rounds: {settings['rounds']}, turns of {1e3 * settings['turn_seconds']:.0f} ms",
         f"- others' load during the rounds that count: {others}",
     ]
-    if results.get("interrupted"):
-        lines.append("- **interrupted**: some cases are missing")
+    lines += [f"- **{caveat}**" for caveat in caveats(results)]
     return "\n".join(lines) + "\n"
 
 

@@ -13,6 +13,7 @@ from oracle import Problem
 from benchmarks.cases import CASES, Case, Inputs, parse_shape, variants
 from benchmarks.measure import Measured
 from benchmarks.peers import PEERS
+from benchmarks.report import caveats
 from benchmarks.runs import fastest_other, lead, make_record
 from benchmarks.truth import WrongAnswerError, check_rows, check_whole, solve
 
@@ -83,6 +84,7 @@ def test_the_table_shows_every_case_and_peer(results):
     assert text.count("| **1x24x4x2x8** B 1, T 24, H 4/2, hd 8 |") == 4
     assert text.count("| case | peak | numpy | forge | x |") == 4
     assert f"]({results['.png'].name})" in text
+    assert "- **a quick run: short turns, few rounds**\n" in text
 
 
 def test_the_picture_shows_the_peers(results):
@@ -207,6 +209,15 @@ def test_masks_are_switched_only_where_that_makes_sense():
     assert variants(CASES["2kcap"], "off") == []
     assert CASES["dec"].modes(["forward", "backward"]) == ["forward"]
     assert parse_shape("2x16x4x2x8") == Case("2x16x4x2x8", 2, 16, 16, 4, 2, 8)
+
+
+def test_a_report_says_when_it_should_not_be_quoted():
+    settings = {"most_foreign_cpus": 0.15, "quick": False}
+    results = {"records": [{"foreign_cpus": 0.1}, {"foreign_cpus": None}], "settings": settings}
+    assert caveats(results) == []
+    results["records"].append({"foreign_cpus": 0.9})
+    assert caveats(results) == ["the machine was not quiet: others used up to 0.9 CPUs"]
+    assert caveats({**results, "interrupted": True})[1:] == ["interrupted: some cases are missing"]
 
 
 def test_the_lead_is_over_the_fastest_other_peer():
