@@ -119,9 +119,17 @@ def main(arguments: list[str] | None = None) -> int:
         }
     )
     with tqdm(total=plan.turns(), unit="round", dynamic_ncols=True) as bar:
+        disturbed = 0
+
+        def progress(counts: bool) -> None:
+            nonlocal disturbed
+            disturbed += not counts
+            if disturbed:
+                bar.set_postfix_str(f"{disturbed} rounds repeated, others use the CPUs")
+            bar.update(counts)
+
         try:
-            benchmark = Benchmark(plan, results, tqdm.write)
-            benchmark.run(bar.update, bar.set_description)
+            Benchmark(plan, results, tqdm.write).run(progress, bar.set_description)
         except KeyboardInterrupt:
             results.head["interrupted"] = True
             tqdm.write("interrupted: writing what there is")

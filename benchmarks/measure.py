@@ -75,9 +75,9 @@ class Stopwatch:
         self.lost = 0.0  # seconds of patience
 
     def measure(
-        self, calls: dict[str, Call], reads_memory: bool, progress: Callable[[], None]
+        self, calls: dict[str, Call], reads_memory: bool, progress: Callable[[bool], None]
     ) -> Measured:
-        """Run the rounds. `progress` is called after each that counts."""
+        """Run the rounds. `progress` is called after each, with whether it counts."""
         self._prepare(calls)
         result = Measured({name: call.samples for name, call in calls.items()}, [], [], [])
         order = list(calls)
@@ -95,6 +95,7 @@ class Stopwatch:
                 order = order[1:] + order[:1]
                 if self._is_disturbed(foreign) and self.lost < self.method.patience:
                     result.repeated += 1
+                    progress(False)
                     self._wait_for_quiet(load)
                     self.lost += time.perf_counter() - start
                     continue
@@ -102,7 +103,7 @@ class Stopwatch:
                     calls[name].samples.append(seconds)
                 self._note(result, peak, read, foreign)
                 done += 1
-                progress()
+                progress(True)
         finally:
             self.threads.hold_main(False)
         return result

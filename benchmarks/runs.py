@@ -77,7 +77,7 @@ class Benchmark:
         if self.probe.reason:
             say(f"no shares of peak: {self.probe.reason}")
 
-    def run(self, progress: Callable[[], None], describe: Callable[[str], None]) -> None:
+    def run(self, progress: Callable[[bool], None], describe: Callable[[str], None]) -> None:
         """All cases, all modes."""
         for case in self.plan.cases:
             describe(f"{case.name} check")
@@ -88,7 +88,7 @@ class Benchmark:
                 if not calls:
                     self.say(f"{case.name} {mode}: no peer can do it")
                     for _ in range(self.plan.method.rounds):
-                        progress()
+                        progress(True)
                     continue
                 describe(f"{case.name} {'causal' if case.causal else 'full'} {mode}")
                 measured = self.stopwatch.measure(calls, case.is_decode, progress)
