@@ -1,6 +1,8 @@
-// The contract of csrc/shared/attn_math.h over float32: every 97th float, or every one with --all.
+// The contract of csrc/shared/attn_math.h over float32: every 97th float, or every one with an
+// argument "all", or every n-th with an argument n.
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 
@@ -72,6 +74,8 @@ void test_ends() {
 
 int main(int argc, char** argv) {
   test_ends();
-  test_every(argc > 1 && std::strcmp(argv[1], "--all") == 0 ? 1 : 97);
+  std::uint64_t step = 97;
+  if (argc > 1) step = std::strcmp(argv[1], "all") == 0 ? 1 : std::strtoull(argv[1], nullptr, 10);
+  test_every(step > 0 ? step : 97);
   return test_result();
 }

@@ -207,6 +207,7 @@ bool same_bits(const Gradients& a, const Gradients& b) {
 }
 
 void check_call(const Call& call) {
+  if (!takes_next_case()) return;
   const Oracle want = oracle(call);
   for (CpuTarget target : forge::usable_cpu_targets()) {
     forge::set_num_threads(2);
