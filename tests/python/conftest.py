@@ -20,6 +20,13 @@ settings.register_profile(
 settings.load_profile("forge")
 
 
+def pytest_configure():
+    target = os.environ.get("FORGE_CPU_TARGET")
+    usable = forge.build_config()["cpu_targets"]
+    if target and target not in usable:
+        pytest.exit(f"this machine cannot run the CPU target {target!r}, only {usable}", 77)
+
+
 def chosen_backends():
     """The backends that work here; FORGE_TEST_BACKEND ("cpu", "cpu,metal") narrows the choice."""
     usable = [name for name, state in forge.backends().items() if state["ok"]]
