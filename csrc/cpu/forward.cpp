@@ -46,7 +46,7 @@ FORGE_INLINE Workspace workspace(char* base, Int64 hd, Int64 rows) {
   w.hd_pad = round_up(hd, kLanes);
   w.k_stride = round_up(hd, kLanes);
   w.v_panel = round_up(keys * kStep + kLanes, 16);
-  w.q = carve<Real>(base, at, padded_rows * w.hd_pad);
+  w.q = carve<Real>(base, at, padded_rows * w.hd_pad + kLanes * kRowBlock);
   w.o = carve<Real>(base, at, padded_rows * w.hd_pad);
   w.m = carve<Real>(base, at, padded_rows);
   w.l = carve<Real>(base, at, padded_rows);
@@ -98,7 +98,8 @@ BlockRange start_block(const TaskState& state, Int64 index) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const Int64 slot = index * kRowBlock + c * kLanes + lane, r = task.row_begin + slot;
       const bool there = r < task.row_end;
-      rows[lane] = there ? row_of(state, state.call->q, params.q, r) : nullptr;
+      // lanes past the last row repeat it; dead or repeated, their results are dropped
+      rows[lane] = row_of(state, state.call->q, params.q, min_of(r, task.row_end - 1));
       IndexRange keys = {0, -1};
       if (there) keys = visible_keys(task.band, r / state.call->rep);
       keys.lo = max_of(keys.lo, task.key_begin);
@@ -108,9 +109,8 @@ BlockRange start_block(const TaskState& state, Int64 index) {
         range.hi = max_of(range.hi, keys.hi);
         range.full_lo = max_of(range.full_lo, keys.lo);
         range.full_hi = min_of(range.full_hi, keys.hi);
-      } else {  // sees whatever the others see; its result is dropped
-        keys = {0, int64_max()};
-        if (there) rows[lane] = nullptr;
+      } else {
+        keys = {0, int64_max()};  // sees whatever the others see
       }
       work.lo[slot] = keys.lo;
       work.hi[slot] = keys.hi;

@@ -8,28 +8,28 @@ namespace {
 
 FORGE_INLINE Int64 round_up(Int64 n, Int64 step) { return (n + step - 1) / step * step; }
 
-// kLanes rows of n elements become n vectors, `stride` elements apart. A null row reads as zeros. Up to
-// the next multiple of kLanes vectors are written.
+// kLanes rows of n elements become n vectors, `stride` elements apart. Up to kLanes - 1 vectors past
+// them are overwritten.
 FORGE_INLINE void rows_to_lanes(const Real* const (&rows)[kLanes], Int64 n, Real* lanes,
                                 Int64 stride) {
-  for (Int64 d = 0; d < n; d += kLanes) {
+  Int64 d = 0;
+  for (; d + 4 <= n; d += 4) {
+    // Gathered in parts of four: half the shuffles of a transpose of whole vectors.
+    Vec block[4];
+    FORGE_UNROLL
+    for (int i = 0; i < 4; ++i) block[i] = load_quads(rows + i, d);
+    transpose_quads(block[0], block[1], block[2], block[3]);
+    FORGE_UNROLL
+    for (int i = 0; i < 4; ++i) store(lanes + (d + i) * stride, block[i]);
+  }
+  if (d < n) {
     Vec block[kLanes];
     FORGE_UNROLL
-    for (int i = 0; i < kLanes; ++i) block[i] = rows[i] ? load_within(rows[i], d, n) : Vec{};
+    for (int i = 0; i < kLanes; ++i) block[i] = load_within(rows[i], d, n);
     transpose(block);
     FORGE_UNROLL
     for (int i = 0; i < kLanes; ++i) store(lanes + (d + i) * stride, block[i]);
   }
-}
-
-// The same for one block of kLanes columns, of which those past n are zeros.
-FORGE_INLINE void rows_to_lanes_at(const Real* const (&rows)[kLanes], Int64 at, Int64 n, Real* lanes) {
-  Vec block[kLanes];
-  FORGE_UNROLL
-  for (int i = 0; i < kLanes; ++i) block[i] = load_within(rows[i], at, n);
-  transpose(block);
-  FORGE_UNROLL
-  for (int i = 0; i < kLanes; ++i) store(lanes + i * kLanes, block[i]);
 }
 
 // The way back, each row times its lane of `factor`; `zeroed` lanes give zeros whatever they hold.
