@@ -88,7 +88,7 @@ FORGE_INLINE Pointer row_of(const TaskState& state, Pointer base, const AttnStri
 }
 
 // Fills the scratch rows of block `index` and returns what they see.
-BlockRange start_block(const TaskState& state, Int64 index) {
+__attribute__((noinline)) BlockRange start_block(const TaskState& state, Int64 index) {
   const ForwardTask& task = *state.task;
   const AttnParams& params = state.call->params;
   const Workspace& work = state.work;
@@ -122,21 +122,37 @@ BlockRange start_block(const TaskState& state, Int64 index) {
   return range;
 }
 
+FORGE_INLINE Int64 element_offset_of(const AttnStrides& strides, Int64 b, Int64 t, Int64 head) {
+  return b * strides.batch + t * strides.row + head * strides.head;
+}
+
 // Keys [begin, begin + count) of the task's kv head, packed.
-KeyTile pack_tile(const TaskState& state, Int64 begin, int count) {
+__attribute__((noinline)) KeyTile pack_tile(const TaskState& state, Int64 begin, int count) {
   const ForwardCall& call = *state.call;
   const ForwardTask& task = *state.task;
   const AttnParams& params = call.params;
   const Workspace& work = state.work;
-  const Real* k = call.k + task.b * params.k.batch + begin * params.k.row + task.kv_head * params.k.head;
-  const Real* v = call.v + task.b * params.v.batch + begin * params.v.row + task.kv_head * params.v.head;
+  const Real* k = call.k + element_offset_of(params.k, task.b, begin, task.kv_head);
+  const Real* v = call.v + element_offset_of(params.v, task.b, begin, task.kv_head);
   copy_rows(k, params.k.row, params.hd, count, count + kStep, work.k, work.k_stride);
   KeyTile tile = {work.k, work.k_stride, work.v, work.v_panel, true};
   tile.v_finite = rows_to_panels<kStep>(v, params.v.row, params.hd, count, work.v, work.v_panel);
   return tile;
 }
 
-FORGE_INLINE KeySpan span_of(const TaskState& state, const BlockRange& range, Int64 index, Int64 begin,
+// Asks for part `index` of `parts` of the keys and values [begin, end), which are packed next.
+void prefetch_tile(const TaskState& state, Int64 begin, Int64 end, Int64 index, Int64 parts) {
+  const AttnParams& params = state.call->params;
+  const Int64 b = state.task->b, head = state.task->kv_head;
+  const Int64 share = (end - begin + parts - 1) / parts;
+  const Int64 last = min_of(end, begin + (index + 1) * share);
+  for (Int64 key = begin + index * share; key < last; ++key) {
+    prefetch_row(state.call->k + element_offset_of(params.k, b, key, head), params.hd);
+    prefetch_row(state.call->v + element_offset_of(params.v, b, key, head), params.hd);
+  }
+}
+
+__attribute__((noinline)) KeySpan span_of(const TaskState& state, const BlockRange& range, Int64 index, Int64 begin,
                              int count) {
   KeySpan span;
   span.from = static_cast<int>(max_of(range.lo - begin, 0));
@@ -190,7 +206,7 @@ RowEnd finish_row(const TaskState& state, Int64 slot) {
   return {row_of(state, call.o, call.params.o, r), 1 / l, !live};
 }
 
-void finish_block(const TaskState& state, Int64 index) {
+__attribute__((noinline)) void finish_block(const TaskState& state, Int64 index) {
   const Workspace& work = state.work;
   for (int c = 0; c < kRowVecs; ++c) {
     Real* rows[kLanes];
@@ -229,7 +245,9 @@ void run(const ForwardCall& call, const ForwardTask& task, char* scratch) {
   for (Int64 begin = lo; begin <= hi; begin += step) {
     const int count = static_cast<int>(min_of(step, hi - begin + 1));
     const KeyTile tile = pack_tile(state, begin, count);
+    const Int64 next = begin + count, next_end = min_of(hi + 1, next + step);
     for (Int64 index = 0; index < blocks; ++index) {
+      prefetch_tile(state, next, next_end, index, blocks);
       const KeySpan span = span_of(state, ranges[index], index, begin, count);
       if (span.from >= span.to) continue;
       const RowBlock block = {work.q + index * work.hd_pad * kRowBlock,

@@ -166,6 +166,18 @@ FORGE_INLINE void store_partial(Real* to, Vec x, int n) {
 #endif
 }
 
+// The upper half of the lanes.
+FORGE_INLINE void store_high_half(Real* to, Vec x) {
+  typedef Real Half __attribute__((vector_size(kVecBytes / 2), aligned(sizeof(Real)), may_alias));
+#if defined(__AVX512F__)
+  *reinterpret_cast<Half*>(to) = __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif defined(__AVX2__)
+  *reinterpret_cast<Half*>(to) = __builtin_shufflevector(x, x, 4, 5, 6, 7);
+#else
+  *reinterpret_cast<Half*>(to) = __builtin_shufflevector(x, x, 2, 3);
+#endif
+}
+
 // One vector of a row of n elements that starts at element `at`: whole, partial, or zeros past it.
 FORGE_INLINE Vec load_within(const Real* row, std::int64_t at, std::int64_t n) {
   if (at + kLanes <= n) return load(row + at);
