@@ -126,7 +126,7 @@ void run_decode(const Forward& forward) {
 // Rows a task: many, so that packing a key tile is paid for by many rows, but enough tasks to balance.
 Int64 rows_a_task(const Forward& forward) {
   const Int64 hd = forward.call.params.hd, row_block = forward.kernels.forward.row_block;
-  const Int64 most = hd <= 128 ? 256 : hd <= 256 ? 128 : 64;
+  const Int64 most = hd <= 64 ? 512 : hd <= 128 ? 256 : hd <= 256 ? 128 : 64;
   const Int64 least = std::min<Int64>(forward.rows, 64);
   const Int64 wanted_tiles = ceil_div(kWantedTasks, forward.heads);
   const Int64 size = std::clamp(ceil_div(forward.rows, wanted_tiles), least, most);
