@@ -175,7 +175,7 @@ __attribute__((noinline)) KeySpan span_of(const TaskState& state, const BlockRan
   span.from = static_cast<int>(max_of(range.lo - begin, 0));
   span.to = static_cast<int>(min_of(range.hi - begin + 1, count));
   span.full_from = static_cast<int>(min_of(max_of(range.full_lo - begin, 0), count));
-  span.full_to = static_cast<int>(max_of(min_of(range.full_hi - begin + 1, count), 0));
+  span.full_to = static_cast<int>(max_of(min_of(range.full_hi - begin, count - 1) + 1, 0));
   for (int c = 0; c < kRowVecs; ++c) {
     RealBits lo[kLanes], hi[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
