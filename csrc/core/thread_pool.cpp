@@ -264,8 +264,8 @@ void set_num_threads(int threads) {
   thread_count.store(std::clamp(threads, 0, kMaxThreads), std::memory_order_relaxed);
 }
 
-void run_tasks(std::int64_t tasks, TaskFunction function, void* context) {
-  const int threads = static_cast<int>(std::min<std::int64_t>(num_threads(), tasks));
+void run_tasks(std::int64_t tasks, int most_threads, TaskFunction function, void* context) {
+  const int threads = static_cast<int>(std::min<std::int64_t>(most_threads, tasks));
   if (threads > 1) {
     Pool& pool = current_pool();
     std::unique_lock<std::mutex> lock(pool.region_lock(), std::try_to_lock);

@@ -123,13 +123,17 @@ void run_decode(const Forward& forward) {
   combine_splits(forward, base, splits);
 }
 
-// Rows a task: many, so that packing a key tile is paid for by many rows, but enough tasks to balance.
+// Rows a task: many, so that packing a key tile is paid for by many rows, but enough tasks to balance,
+// and some even for a single head.
 Int64 rows_a_task(const Forward& forward) {
+  constexpr Int64 kFewTasks = 8, kFewRows = 32, kManyRows = 128;
   const Int64 hd = forward.call.params.hd, row_block = forward.kernels.forward.row_block;
-  const Int64 most = hd <= 128 ? 256 : hd <= 256 ? 128 : 64;
-  const Int64 least = std::min<Int64>(forward.rows, 64);
-  const Int64 wanted_tiles = ceil_div(kWantedTasks, forward.heads);
-  const Int64 size = std::clamp(ceil_div(forward.rows, wanted_tiles), least, most);
+  const Int64 most = hd <= 64 ? 512 : hd <= 128 ? 256 : hd <= 256 ? 128 : 64;
+  const auto rows_for = [&](Int64 tasks) {
+    return ceil_div(forward.rows, ceil_div(tasks, forward.heads));
+  };
+  const Int64 least = std::max(kFewRows, std::min(kManyRows, rows_for(kFewTasks)));
+  const Int64 size = std::min(most, std::max(least, rows_for(kWantedTasks)));
   const Int64 tiles = ceil_div(forward.rows, size);
   return ceil_div(ceil_div(forward.rows, tiles), row_block) * row_block;
 }
@@ -142,12 +146,13 @@ void run_tiles(const Forward& forward) {
   const Int64 tasks = tiles * forward.heads * splits;
   const Int64 split_floats = params.Hkv * forward.rows * forward.row_floats();
   const std::size_t bytes = (forward.kernels.forward.scratch_bytes(params.hd, step) + 63) / 64 * 64;
-  const std::size_t workers = static_cast<std::size_t>(std::min<Int64>(num_threads(), tasks));
+  const int threads = num_threads();
+  const std::size_t workers = static_cast<std::size_t>(std::min<Int64>(threads, tasks));
   const Int64 partial_floats = splits > 1 ? params.B * splits * split_floats : 0;
   const Scratch scratch(bytes * workers + static_cast<std::size_t>(partial_floats) * sizeof(float));
   float* partial = reinterpret_cast<float*>(scratch.data() + bytes * workers);
   // Last rows first: under a causal mask they see the most keys.
-  parallel_for(tasks, [&](Int64 index, int worker) {
+  parallel_for(tasks, threads, [&](Int64 index, int worker) {
     const Int64 part = index / forward.heads, head = index % forward.heads;
     const Int64 tile = tiles - 1 - part / splits, split = part % splits;
     ForwardTask task;

@@ -1,7 +1,7 @@
 // Few query rows against many keys, compiled once per target. Keys lie in vector lanes, transposed in
 // registers on their way in, so k and v are read once, in place, for the whole group: the memory's speed
-// is what bounds it. A task walks all its heads over one block of keys before the next block, which
-// leaves no page half used, and asks for the next block while it works on this one.
+// is what bounds it. What a task reads, it reads some rows abreast over the width of all its heads: the
+// pattern that hardware prefetchers follow (rows of one head alone, far apart, they do not).
 #include "cpu/decode_kernels.h"
 #include "cpu/pack.h"
 #include "cpu/scores.h"
@@ -9,86 +9,64 @@
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 
-constexpr int kMostBlockKeys = 64;
+constexpr int kBlockKeys = 64;
+constexpr int kPanelVecs = 2;
+constexpr int kPanelKeys = kPanelVecs * kLanes;  // keys read abreast
+constexpr int kValueKeys = 16;                   // values read abreast
+constexpr int kMostHeadSize = 512;
 constexpr int kRowsAtOnce = 4;
-constexpr Int64 kMostRows = 16;
+constexpr int kMostRows = 16;   // a kv head
+constexpr int kGroupRows = 64;  // of all heads that a group reads abreast
 
 FORGE_INLINE Int64 min_of(Int64 a, Int64 b) { return a < b ? a : b; }
 FORGE_INLINE Int64 max_of(Int64 a, Int64 b) { return a > b ? a : b; }
 
-// Keys a block: two of them, k and v of all heads, fit a core's L2.
-FORGE_INLINE int block_keys(const AttnParams& params) {
-  const Int64 row_bytes = params.Hkv * params.hd * static_cast<Int64>(sizeof(Real));
-  const Int64 keys = (Int64{64} << 10) / row_bytes / 16 * 16;
-  return static_cast<int>(max_of(16, min_of(keys, kMostBlockKeys)));
-}
-
-// A block of keys or values of one kv head, and where to prefetch from.
+// Rows of keys or values.
 struct KeyBlock {
   const Real* first;
-  Int64 stride;
+  Int64 stride;       // from key to key
+  Int64 head_stride;
   int count;
-  Int64 ahead;  // elements from a row to the row to prefetch; 0: none
 };
 
-FORGE_INLINE void prefetch_row(const Real* row, Int64 hd) {
-  for (Int64 d = 0; d < hd; d += 16) __builtin_prefetch(row + d);
+FORGE_INLINE void prefetch_rows(const Real* first, Int64 stride, int count, Int64 hd) {
+  for (int row = 0; row < count; ++row) {
+    for (Int64 d = 0; d < hd; d += 16) __builtin_prefetch(first + row * stride + d, 0, 3);
+  }
 }
 
-// scores[r][key] for kLanes keys whose rows are given.
+// scores[r][key] for the keys of a panel: hd times kPanelKeys, keys in lanes.
 template <bool Capped, int Rows>
-FORGE_INLINE void score_lanes(const Real* const (&q)[kRowsAtOnce], const Real* const (&k)[kLanes],
-                              Int64 hd, const ScoreMap& map, Real* scores) {
-  Vec acc[Rows];
-  FORGE_UNROLL
-  for (int r = 0; r < Rows; ++r) acc[r] = Vec{};
-  Int64 d = 0;
-  for (; d + kLanes <= hd; d += kLanes) {
-    Vec block[kLanes];
+__attribute__((noinline)) void score_panel(const Real* const* q, const Real* panel, Int64 hd,
+                                           const ScoreMap& map, Real* scores) {
+  // As many vectors side by side as keep both the chains' latency hidden and their sums in registers.
+  constexpr int kVecs = Rows <= 2 ? (kPanelVecs < 4 ? kPanelVecs : 4) : 2;
+  for (int c = 0; c < kPanelVecs; c += kVecs) {
+    Vec acc[Rows][kVecs];
+    dot_rows(q, panel + c * kLanes, kPanelKeys, hd, acc);
     FORGE_UNROLL
-    for (int i = 0; i < kLanes; ++i) block[i] = load(k[i] + d);
-    transpose(block);
-    FORGE_UNROLL
-    for (int i = 0; i < kLanes; ++i) {
+    for (int r = 0; r < Rows; ++r) {
       FORGE_UNROLL
-      for (int r = 0; r < Rows; ++r) acc[r] = fma(broadcast(q[r][d + i]), block[i], acc[r]);
-    }
-  }
-  if (d < hd) {
-    Real lanes[kLanes * kLanes];
-    rows_to_lanes_at(k, d, hd, lanes);
-    for (int i = 0; d + i < hd; ++i) {
-      FORGE_UNROLL
-      for (int r = 0; r < Rows; ++r) {
-        acc[r] = fma(broadcast(q[r][d + i]), load(lanes + i * kLanes), acc[r]);
+      for (int i = 0; i < kVecs; ++i) {
+        store(scores + r * kBlockKeys + (c + i) * kLanes, score_of<Capped>(acc[r][i], map));
       }
     }
   }
-  FORGE_UNROLL
-  for (int r = 0; r < Rows; ++r) store(scores + r * kMostBlockKeys, score_of<Capped>(acc[r], map));
 }
 
-template <bool Capped, int Rows>
-__attribute__((noinline)) void score_block(const Real* const (&q)[kRowsAtOnce], const KeyBlock& k,
-                                           Int64 hd, const ScoreMap& map, Real* scores) {
-  for (int key = 0; key < k.count; key += kLanes) {
+// Keys, at most kPanelKeys, into a panel. Lanes past the last key repeat it.
+__attribute__((noinline)) void fill_panel(const KeyBlock& k, Int64 hd, Real* panel) {
+  for (int c = 0; c < kPanelKeys; c += kLanes) {
     const Real* rows[kLanes];
-    FORGE_UNROLL
-    for (int i = 0; i < kLanes; ++i) {
-      // past the end: the last row again, for nobody
-      rows[i] = k.first + min_of(key + i, k.count - 1) * k.stride;
-    }
-    if (k.ahead != 0) {
-      for (int i = 0; i < kLanes; ++i) prefetch_row(rows[i] + k.ahead, hd);
-    }
-    score_lanes<Capped, Rows>(q, rows, hd, map, scores + key);
+    for (int i = 0; i < kLanes; ++i) rows[i] = k.first + min_of(c + i, k.count - 1) * k.stride;
+    rows_to_lanes(rows, hd, panel + c, kPanelKeys);
   }
 }
 
-// o[r] = o[r] * alpha[r] + sum over the block's keys of p[r][key] v[key].
+// o[r] = o[r] * alpha[r] + sum over the keys of p[r][key] v[key], o in the partial rows.
 template <int Rows, int Vecs>
 FORGE_INLINE void add_channels(const Real* p, const KeyBlock& v, Int64 d, Int64 hd,
-                               const Real* alpha, Real* const (&o)[kRowsAtOnce]) {
+                               const Real* alpha, Real* const* partial) {
   Vec acc[Rows][Vecs];
   FORGE_UNROLL
   for (int r = 0; r < Rows; ++r) {
@@ -104,7 +82,7 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock& v, Int64 d, Int64 
     }
     FORGE_UNROLL
     for (int r = 0; r < Rows; ++r) {
-      const Vec weight = broadcast(p[r * kMostBlockKeys + key]);
+      const Vec weight = broadcast(p[r * kBlockKeys + key]);
       FORGE_UNROLL
       for (int c = 0; c < Vecs; ++c) acc[r][c] = fma(weight, value[c], acc[r][c]);
     }
@@ -113,29 +91,28 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock& v, Int64 d, Int64 
   for (int r = 0; r < Rows; ++r) {
     FORGE_UNROLL
     for (int c = 0; c < Vecs; ++c) {
-      Real* at = o[r] + d + c * kLanes;
+      Real* at = partial[r] + kPartialHead + d + c * kLanes;
       store(at, fma(load(at), broadcast(alpha[r]), acc[r][c]));
     }
   }
 }
 
 template <int Rows>
-__attribute__((noinline)) void add_block(const Real* p, const KeyBlock& v, Int64 hd,
-                                         const Real* alpha, Real* const (&o)[kRowsAtOnce]) {
+__attribute__((noinline)) void add_keys(const Real* p, const KeyBlock& v, Int64 hd,
+                                        const Real* alpha, Real* const* partial) {
   constexpr int kVecs = Rows == 1 ? 4 : 2;
-  if (v.ahead != 0) {
-    for (int key = 0; key < v.count; ++key) prefetch_row(v.first + key * v.stride + v.ahead, hd);
-  }
   Int64 d = 0;
   for (; d + kVecs * kLanes <= hd; d += kVecs * kLanes) {
-    add_channels<Rows, kVecs>(p, v, d, hd, alpha, o);
+    add_channels<Rows, kVecs>(p, v, d, hd, alpha, partial);
   }
-  for (; d < hd; d += kLanes) add_channels<Rows, 1>(p, v, d, hd, alpha, o);
+  for (; d < hd; d += kLanes) add_channels<Rows, 1>(p, v, d, hd, alpha, partial);
 }
 
-// One row's scores of a block become p; m and l move on. Returns what its sums so far are to be
+// One row's scores of a block become p; m and l, the first of its partial row, move on. Returns what its sums so far are to be
 // multiplied with. [from, to): the keys of the block that the row sees.
-FORGE_INLINE Real softmax_row(Real* scores, int from, int to, Real* m, Real* l) {
+FORGE_INLINE Real softmax_row(Real* scores, int from, int to, Real* partial) {
+  Real* m = partial;
+  Real* l = partial + 1;
   const Vec lowest = broadcast(-__builtin_inff());
   const int padded = static_cast<int>(round_up(to, kLanes));
   Vec top = lowest;
@@ -160,111 +137,151 @@ FORGE_INLINE Real softmax_row(Real* scores, int from, int to, Real* m, Real* l) 
   return alpha;
 }
 
-// The rows that one pass over a block's keys serves.
+// Rows of some kv heads, head by head, that go through the keys together.
 struct RowGroup {
-  int count;                          // 1 to kRowsAtOnce
-  const Real* q[kRowsAtOnce];
-  Real* partial[kRowsAtOnce];
-  IndexRange keys[kRowsAtOnce];       // visible, within the task
+  Int64 head_begin;
+  int heads;
+  int rows;  // a head
+  const Real* q[kGroupRows];
+  Real* partial[kGroupRows];
+  IndexRange keys[kGroupRows];  // visible
 };
 
+// scores[row][key] of all rows of a group against a block of keys. k.first is row 0's, head 0's.
 template <bool Capped>
-FORGE_INLINE void score_group(const RowGroup& rows, const KeyBlock& k, Int64 hd, const ScoreMap& map,
-                              Real* scores) {
-  switch (rows.count) {
-    case 1:
-      return score_block<Capped, 1>(rows.q, k, hd, map, scores);
-    case 2:
-      return score_block<Capped, 2>(rows.q, k, hd, map, scores);
-    case 3:
-      return score_block<Capped, 3>(rows.q, k, hd, map, scores);
-    default:
-      return score_block<Capped, 4>(rows.q, k, hd, map, scores);
+void score_block(const RowGroup& group, const KeyBlock& k, Int64 hd, const ScoreMap& map,
+                 Real* scores) {
+  alignas(64) Real panel[(kMostHeadSize + kLanes) * kPanelKeys];
+  constexpr int kStep = kPanelKeys;
+  for (int key = 0; key < k.count; key += kStep) {
+    for (int head = 0; head < group.heads; ++head) {
+      const KeyBlock keys = {k.first + (group.head_begin + head) * k.head_stride + key * k.stride,
+                             k.stride, k.head_stride, static_cast<int>(min_of(kStep, k.count - key))};
+      prefetch_rows(keys.first + kStep * k.stride, k.stride,
+                    static_cast<int>(min_of(kStep, k.count - key - kStep)), hd);
+      fill_panel(keys, hd, panel);
+      for (int r = 0; r < group.rows; r += kRowsAtOnce) {
+        const int row = head * group.rows + r;
+        const Real* const* q = group.q + row;
+        Real* to = scores + row * kBlockKeys + key;
+        switch (group.rows - r) {
+          case 1:
+            score_panel<Capped, 1>(q, panel, hd, map, to);
+            break;
+          case 2:
+            score_panel<Capped, 2>(q, panel, hd, map, to);
+            break;
+          case 3:
+            score_panel<Capped, 3>(q, panel, hd, map, to);
+            break;
+          default:
+            score_panel<Capped, 4>(q, panel, hd, map, to);
+        }
+      }
+    }
   }
 }
 
-FORGE_INLINE void add_group(const RowGroup& rows, const Real* p, const KeyBlock& v, Int64 hd,
-                            const Real* alpha) {
-  Real* o[kRowsAtOnce];
-  for (int r = 0; r < rows.count; ++r) o[r] = rows.partial[r] + kPartialHead;
-  switch (rows.count) {
-    case 1:
-      return add_block<1>(p, v, hd, alpha, o);
-    case 2:
-      return add_block<2>(p, v, hd, alpha, o);
-    case 3:
-      return add_block<3>(p, v, hd, alpha, o);
-    default:
-      return add_block<4>(p, v, hd, alpha, o);
+// Adds p v of a block in which every row sees every key.
+void add_block(const RowGroup& group, const KeyBlock& v, Int64 hd, const Real* scores,
+               const Real* alpha) {
+  Real ones[kRowsAtOnce] = {1, 1, 1, 1};
+  for (int key = 0; key < v.count; key += kValueKeys) {
+    for (int head = 0; head < group.heads; ++head) {
+      const KeyBlock values = {v.first + (group.head_begin + head) * v.head_stride + key * v.stride,
+                               v.stride, v.head_stride,
+                               static_cast<int>(min_of(kValueKeys, v.count - key))};
+      prefetch_rows(values.first + kValueKeys * v.stride, v.stride,
+                    static_cast<int>(min_of(kValueKeys, v.count - key - kValueKeys)), hd);
+      for (int r = 0; r < group.rows; r += kRowsAtOnce) {
+        const int row = head * group.rows + r;
+        const Real* p = scores + row * kBlockKeys + key;
+        const Real* factor = key == 0 ? alpha + row : ones;
+        Real* const* partial = group.partial + row;
+        switch (group.rows - r) {
+          case 1:
+            add_keys<1>(p, values, hd, factor, partial);
+            break;
+          case 2:
+            add_keys<2>(p, values, hd, factor, partial);
+            break;
+          case 3:
+            add_keys<3>(p, values, hd, factor, partial);
+            break;
+          default:
+            add_keys<4>(p, values, hd, factor, partial);
+        }
+      }
+    }
   }
 }
 
-// The rows of a group against keys [begin, begin + k.count).
-void run_block(const RowGroup& rows, const KeyBlock& k, const KeyBlock& v, Int64 begin, Int64 hd,
+// The rows of a group against the keys [begin, begin + k.count).
+void run_block(const RowGroup& group, const KeyBlock& k, const KeyBlock& v, Int64 begin, Int64 hd,
                const ScoreMap& map) {
-  alignas(64) Real scores[kRowsAtOnce * kMostBlockKeys];
+  alignas(64) Real scores[kGroupRows * kBlockKeys];
   if (map.softcap > 0) {
-    score_group<true>(rows, k, hd, map, scores);
+    score_block<true>(group, k, hd, map, scores);
   } else {
-    score_group<false>(rows, k, hd, map, scores);
+    score_block<false>(group, k, hd, map, scores);
   }
-  Real alpha[kRowsAtOnce];
-  int from[kRowsAtOnce], to[kRowsAtOnce];
+  const int rows = group.heads * group.rows;
+  Real alpha[kGroupRows];
+  int from[kGroupRows], to[kGroupRows];
   bool whole = true;
-  for (int r = 0; r < rows.count; ++r) {
-    from[r] = static_cast<int>(max_of(rows.keys[r].lo - begin, 0));
-    to[r] = static_cast<int>(min_of(rows.keys[r].hi - begin + 1, k.count));
-    if (from[r] >= to[r]) from[r] = to[r] = 0;
-    whole = whole && from[r] == 0 && to[r] == k.count;
-    Real* partial = rows.partial[r];
-    alpha[r] = softmax_row(scores + r * kMostBlockKeys, from[r], to[r], partial, partial + 1);
+  for (int row = 0; row < rows; ++row) {
+    from[row] = static_cast<int>(max_of(group.keys[row].lo - begin, 0));
+    to[row] = static_cast<int>(min_of(group.keys[row].hi - begin + 1, k.count));
+    if (from[row] >= to[row]) from[row] = to[row] = 0;
+    whole = whole && from[row] == 0 && to[row] == k.count;
+    alpha[row] = softmax_row(scores + row * kBlockKeys, from[row], to[row], group.partial[row]);
   }
   if (whole) {
-    add_group(rows, scores, v, hd, alpha);
+    add_block(group, v, hd, scores, alpha);
     return;
   }
   // An edge of the mask: each row by itself, so that it meets no value it does not see.
-  for (int r = 0; r < rows.count; ++r) {
-    Real* const o[kRowsAtOnce] = {rows.partial[r] + kPartialHead};
-    const KeyBlock seen = {v.first + from[r] * v.stride, v.stride, to[r] - from[r],
-                           r == 0 ? v.ahead : 0};
-    add_block<1>(scores + r * kMostBlockKeys + from[r], seen, hd, alpha + r, o);
+  for (int row = 0; row < rows; ++row) {
+    const Int64 head = group.head_begin + row / group.rows;
+    const KeyBlock seen = {v.first + head * v.head_stride + from[row] * v.stride, v.stride,
+                           v.head_stride, to[row] - from[row]};
+    add_keys<1>(scores + row * kBlockKeys + from[row], seen, hd, alpha + row, group.partial + row);
+  }
+}
+
+void start_group(const ForwardCall& call, const DecodeTask& task, Int64 head_begin, Int64 heads,
+                 RowGroup& group) {
+  const AttnParams& params = call.params;
+  const Int64 rows = call.rep * params.Tq, row_floats = partial_row_floats(params.hd);
+  group.head_begin = head_begin;
+  group.heads = static_cast<int>(heads);
+  group.rows = static_cast<int>(rows);
+  for (Int64 row = 0; row < heads * rows; ++row) {
+    const Int64 head = head_begin + row / rows, r = row % rows, i = r / call.rep;
+    const Int64 h = head * call.rep + r % call.rep;
+    Real* partial = task.partial + (head * rows + r) * row_floats;
+    for (Int64 at = 0; at < row_floats; ++at) partial[at] = 0;
+    partial[0] = -__builtin_inff();
+    group.q[row] = call.q + task.b * params.q.batch + i * params.q.row + h * params.q.head;
+    group.partial[row] = partial;
+    group.keys[row] = visible_keys(task.band, i);
   }
 }
 
 void run(const ForwardCall& call, const DecodeTask& task) {
   const AttnParams& params = call.params;
-  const Int64 hd = params.hd, rows = call.rep * params.Tq, row_floats = partial_row_floats(hd);
   const ScoreMap map = score_map(params.scale, params.softcap);
-  const int step = block_keys(params);
-  for (Int64 row = task.head_begin * rows; row < task.head_end * rows; ++row) {
-    Real* partial = task.partial + row * row_floats;
-    for (Int64 at = 0; at < row_floats; ++at) partial[at] = 0;
-    partial[0] = -__builtin_inff();
-  }
-  for (Int64 begin = task.key_begin; begin < task.key_end; begin += step) {
-    const int count = static_cast<int>(min_of(step, task.key_end - begin));
-    const bool more = begin + 2 * step <= task.key_end;  // only whole blocks are asked for
-    for (Int64 head = task.head_begin; head < task.head_end; ++head) {
-      KeyBlock k = {call.k + task.b * params.k.batch + begin * params.k.row + head * params.k.head,
-                    params.k.row, count, more ? step * params.k.row : 0};
-      KeyBlock v = {call.v + task.b * params.v.batch + begin * params.v.row + head * params.v.head,
-                    params.v.row, count, more ? step * params.v.row : 0};
-      for (Int64 first = 0; first < rows; first += kRowsAtOnce) {
-        RowGroup group;
-        group.count = static_cast<int>(min_of(kRowsAtOnce, rows - first));
-        bool seen = false;
-        for (int r = 0; r < group.count; ++r) {
-          const Int64 i = (first + r) / call.rep, h = head * call.rep + (first + r) % call.rep;
-          group.q[r] = call.q + task.b * params.q.batch + i * params.q.row + h * params.q.head;
-          group.partial[r] = task.partial + (head * rows + first + r) * row_floats;
-          group.keys[r] = visible_keys(task.band, i);
-          seen = seen || (group.keys[r].lo < begin + count && group.keys[r].hi >= begin);
-        }
-        if (!seen) continue;
-        run_block(group, k, v, begin, hd, map);
-        k.ahead = v.ahead = 0;
-      }
+  const Int64 heads_at_once = max_of(1, kGroupRows / (call.rep * params.Tq));
+  for (Int64 head = task.head_begin; head < task.head_end; head += heads_at_once) {
+    RowGroup group;
+    start_group(call, task, head, min_of(heads_at_once, task.head_end - head), group);
+    for (Int64 begin = task.key_begin; begin < task.key_end; begin += kBlockKeys) {
+      const int count = static_cast<int>(min_of(kBlockKeys, task.key_end - begin));
+      const KeyBlock k = {call.k + task.b * params.k.batch + begin * params.k.row, params.k.row,
+                          params.k.head, count};
+      const KeyBlock v = {call.v + task.b * params.v.batch + begin * params.v.row, params.v.row,
+                          params.v.head, count};
+      run_block(group, k, v, begin, params.hd, map);
     }
   }
 }

@@ -46,7 +46,7 @@ FORGE_INLINE Workspace workspace(char* base, Int64 hd, Int64 rows) {
   w.hd_pad = round_up(hd, kLanes);
   w.k_stride = round_up(hd, kLanes);
   w.v_panel = round_up(keys * kStep + kLanes, 16);
-  w.q = carve<Real>(base, at, padded_rows * w.hd_pad);
+  w.q = carve<Real>(base, at, padded_rows * w.hd_pad + kLanes * kRowBlock);
   w.o = carve<Real>(base, at, padded_rows * w.hd_pad);
   w.m = carve<Real>(base, at, padded_rows);
   w.l = carve<Real>(base, at, padded_rows);
@@ -79,28 +79,50 @@ struct TaskState {
 FORGE_INLINE Int64 min_of(Int64 a, Int64 b) { return a < b ? a : b; }
 FORGE_INLINE Int64 max_of(Int64 a, Int64 b) { return a > b ? a : b; }
 
-// Pointer to row r of the task's group in q or o.
-template <typename Pointer>
-FORGE_INLINE Pointer row_of(const TaskState& state, Pointer base, const AttnStrides& strides, Int64 r) {
-  const Int64 rep = state.call->rep;
-  return base + state.task->b * strides.batch + r / rep * strides.row +
-         (state.task->kv_head * rep + r % rep) * strides.head;
+FORGE_INLINE Int64 offset_of(const AttnStrides& strides, Int64 b, Int64 t, Int64 head) {
+  return b * strides.batch + t * strides.row + head * strides.head;
+}
+
+// Walks the rows of a task: query and head of row after row, without a division each.
+struct RowCursor {
+  Int64 query;
+  Int64 head;
+  Int64 first_head;
+  Int64 end_head;
+};
+
+FORGE_INLINE RowCursor cursor_at(const TaskState& state, Int64 slot) {
+  const Int64 rep = state.call->rep, r = state.task->row_begin + slot;
+  const Int64 first_head = state.task->kv_head * rep;
+  return {r / rep, first_head + r % rep, first_head, first_head + rep};
+}
+
+FORGE_INLINE void advance(RowCursor& cursor) {
+  if (++cursor.head == cursor.end_head) {
+    cursor.head = cursor.first_head;
+    ++cursor.query;
+  }
 }
 
 // Fills the scratch rows of block `index` and returns what they see.
-BlockRange start_block(const TaskState& state, Int64 index) {
+__attribute__((noinline)) BlockRange start_block(const TaskState& state, Int64 index) {
   const ForwardTask& task = *state.task;
   const AttnParams& params = state.call->params;
   const Workspace& work = state.work;
   BlockRange range = {int64_max(), -1, 0, int64_max()};
+  RowCursor at = cursor_at(state, index * kRowBlock);
+  const Real* row = nullptr;
   for (int c = 0; c < kRowVecs; ++c) {
     const Real* rows[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
       const Int64 slot = index * kRowBlock + c * kLanes + lane, r = task.row_begin + slot;
       const bool there = r < task.row_end;
-      rows[lane] = there ? row_of(state, state.call->q, params.q, r) : nullptr;
+      // lanes past the last row repeat it; dead or repeated, their results are dropped
+      if (there) row = state.call->q + offset_of(params.q, task.b, at.query, at.head);
+      rows[lane] = row;
       IndexRange keys = {0, -1};
-      if (there) keys = visible_keys(task.band, r / state.call->rep);
+      if (there) keys = visible_keys(task.band, at.query);
+      advance(at);
       keys.lo = max_of(keys.lo, task.key_begin);
       keys.hi = min_of(keys.hi, task.key_end - 1);
       if (keys.lo <= keys.hi) {
@@ -108,9 +130,8 @@ BlockRange start_block(const TaskState& state, Int64 index) {
         range.hi = max_of(range.hi, keys.hi);
         range.full_lo = max_of(range.full_lo, keys.lo);
         range.full_hi = min_of(range.full_hi, keys.hi);
-      } else {  // sees whatever the others see; its result is dropped
-        keys = {0, int64_max()};
-        if (there) rows[lane] = nullptr;
+      } else {
+        keys = {0, int64_max()};  // sees whatever the others see
       }
       work.lo[slot] = keys.lo;
       work.hi[slot] = keys.hi;
@@ -123,26 +144,38 @@ BlockRange start_block(const TaskState& state, Int64 index) {
 }
 
 // Keys [begin, begin + count) of the task's kv head, packed.
-KeyTile pack_tile(const TaskState& state, Int64 begin, int count) {
+__attribute__((noinline)) KeyTile pack_tile(const TaskState& state, Int64 begin, int count) {
   const ForwardCall& call = *state.call;
   const ForwardTask& task = *state.task;
   const AttnParams& params = call.params;
   const Workspace& work = state.work;
-  const Real* k = call.k + task.b * params.k.batch + begin * params.k.row + task.kv_head * params.k.head;
-  const Real* v = call.v + task.b * params.v.batch + begin * params.v.row + task.kv_head * params.v.head;
+  const Real* k = call.k + offset_of(params.k, task.b, begin, task.kv_head);
+  const Real* v = call.v + offset_of(params.v, task.b, begin, task.kv_head);
   copy_rows(k, params.k.row, params.hd, count, count + kStep, work.k, work.k_stride);
   KeyTile tile = {work.k, work.k_stride, work.v, work.v_panel, true};
   tile.v_finite = rows_to_panels<kStep>(v, params.v.row, params.hd, count, work.v, work.v_panel);
   return tile;
 }
 
-FORGE_INLINE KeySpan span_of(const TaskState& state, const BlockRange& range, Int64 index, Int64 begin,
+// Asks for part `index` of `parts` of the keys and values [begin, end), which are packed next.
+void prefetch_tile(const TaskState& state, Int64 begin, Int64 end, Int64 index, Int64 parts) {
+  const AttnParams& params = state.call->params;
+  const Int64 b = state.task->b, head = state.task->kv_head;
+  const Int64 share = (end - begin + parts - 1) / parts;
+  const Int64 last = min_of(end, begin + (index + 1) * share);
+  for (Int64 key = begin + index * share; key < last; ++key) {
+    prefetch_row(state.call->k + offset_of(params.k, b, key, head), params.hd);
+    prefetch_row(state.call->v + offset_of(params.v, b, key, head), params.hd);
+  }
+}
+
+__attribute__((noinline)) KeySpan span_of(const TaskState& state, const BlockRange& range, Int64 index, Int64 begin,
                              int count) {
   KeySpan span;
   span.from = static_cast<int>(max_of(range.lo - begin, 0));
   span.to = static_cast<int>(min_of(range.hi - begin + 1, count));
   span.full_from = static_cast<int>(min_of(max_of(range.full_lo - begin, 0), count));
-  span.full_to = static_cast<int>(max_of(min_of(range.full_hi - begin + 1, count), 0));
+  span.full_to = static_cast<int>(max_of(min_of(range.full_hi - begin, count - 1) + 1, 0));
   for (int c = 0; c < kRowVecs; ++c) {
     RealBits lo[kLanes], hi[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -163,13 +196,11 @@ struct RowEnd {
   bool zeroed;  // sees no key: zeros by assignment, whatever the lane holds
 };
 
-RowEnd finish_row(const TaskState& state, Int64 slot) {
+FORGE_INLINE RowEnd finish_row(const TaskState& state, const RowCursor& at, Int64 slot) {
   const ForwardCall& call = *state.call;
   const ForwardTask& task = *state.task;
-  const Int64 r = task.row_begin + slot;
-  if (r >= task.row_end) return {nullptr, 1, true};
-  const Int64 i = r / call.rep;
-  IndexRange keys = visible_keys(task.band, i);
+  if (task.row_begin + slot >= task.row_end) return {nullptr, 1, true};
+  IndexRange keys = visible_keys(task.band, at.query);
   if (task.partial != nullptr) {
     keys = {max_of(keys.lo, task.key_begin), min_of(keys.hi, task.key_end - 1)};
   }
@@ -183,21 +214,22 @@ RowEnd finish_row(const TaskState& state, Int64 slot) {
     return {part + kPartialHead, 1, !live};
   }
   if (live && l == 0) l = __builtin_nanf("");  // all visible scores are -inf
-  const Int64 h = task.kv_head * call.rep + r % call.rep;
-  const Int64 at = (task.b * call.params.H + h) * call.params.Tq + i;
-  call.row_max[at] = m;
-  call.row_sum[at] = l;
-  return {row_of(state, call.o, call.params.o, r), 1 / l, !live};
+  const Int64 stat = (task.b * call.params.H + at.head) * call.params.Tq + at.query;
+  call.row_max[stat] = m;
+  call.row_sum[stat] = l;
+  return {call.o + offset_of(call.params.o, task.b, at.query, at.head), 1 / l, !live};
 }
 
-void finish_block(const TaskState& state, Int64 index) {
+__attribute__((noinline)) void finish_block(const TaskState& state, Int64 index) {
   const Workspace& work = state.work;
+  RowCursor at = cursor_at(state, index * kRowBlock);
   for (int c = 0; c < kRowVecs; ++c) {
     Real* rows[kLanes];
     Real factors[kLanes];
     RealBits zeroed[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      const RowEnd end = finish_row(state, index * kRowBlock + c * kLanes + lane);
+      const RowEnd end = finish_row(state, at, index * kRowBlock + c * kLanes + lane);
+      advance(at);
       rows[lane] = end.o;
       factors[lane] = end.factor;
       zeroed[lane] = end.zeroed ? -1 : 0;
@@ -229,7 +261,9 @@ void run(const ForwardCall& call, const ForwardTask& task, char* scratch) {
   for (Int64 begin = lo; begin <= hi; begin += step) {
     const int count = static_cast<int>(min_of(step, hi - begin + 1));
     const KeyTile tile = pack_tile(state, begin, count);
+    const Int64 next = begin + count, next_end = min_of(hi + 1, next + step);
     for (Int64 index = 0; index < blocks; ++index) {
+      prefetch_tile(state, next, next_end, index, blocks);
       const KeySpan span = span_of(state, ranges[index], index, begin, count);
       if (span.from >= span.to) continue;
       const RowBlock block = {work.q + index * work.hd_pad * kRowBlock,

@@ -32,6 +32,28 @@ FORGE_INLINE void dot_rows(const Real* rows, Int64 row_stride, const Real* lanes
   }
 }
 
+// The same for rows at any places.
+template <int Rows, int Vecs>
+FORGE_INLINE void dot_rows(const Real* const* rows, const Real* lanes, Int64 lane_stride, Int64 hd,
+                           Vec (&acc)[Rows][Vecs]) {
+  FORGE_UNROLL
+  for (int r = 0; r < Rows; ++r) {
+    FORGE_UNROLL
+    for (int c = 0; c < Vecs; ++c) acc[r][c] = Vec{};
+  }
+  for (Int64 d = 0; d < hd; ++d) {
+    Vec lane[Vecs];
+    FORGE_UNROLL
+    for (int c = 0; c < Vecs; ++c) lane[c] = load(lanes + d * lane_stride + c * kLanes);
+    FORGE_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+      const Vec row = broadcast(rows[r][d]);
+      FORGE_UNROLL
+      for (int c = 0; c < Vecs; ++c) acc[r][c] = fma(row, lane[c], acc[r][c]);
+    }
+  }
+}
+
 // From the dot product to the score.
 struct ScoreMap {
   Real scale;

@@ -128,6 +128,21 @@ FORGE_INLINE bool any(IntVec mask) {
 #endif
 }
 
+// Four elements from each of kLanes / 4 places, `rows` pointers apart, one 128-bit part each.
+FORGE_INLINE Vec load_quads(const Real* const* rows, std::int64_t at) {
+  typedef Real Quad __attribute__((vector_size(16), aligned(sizeof(Real)), may_alias));
+  const auto quad = [&](int row) { return *reinterpret_cast<const Quad*>(rows[row] + at); };
+#if defined(__AVX512F__)
+  const auto low = __builtin_shufflevector(quad(0), quad(4), 0, 1, 2, 3, 4, 5, 6, 7);
+  const auto high = __builtin_shufflevector(quad(8), quad(12), 0, 1, 2, 3, 4, 5, 6, 7);
+  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif defined(__AVX2__)
+  return __builtin_shufflevector(quad(0), quad(4), 0, 1, 2, 3, 4, 5, 6, 7);
+#else
+  return quad(0);
+#endif
+}
+
 // The first n lanes (0 <= n <= kLanes) from memory, zeros after; nothing past them is touched.
 FORGE_INLINE Vec load_partial(const Real* from, int n) {
 #if defined(__AVX512F__)
@@ -148,6 +163,18 @@ FORGE_INLINE void store_partial(Real* to, Vec x, int n) {
   _mm256_maskstore_ps(to, (__m256i)(lane_numbers() < n), (__m256)x);
 #else
   for (int lane = 0; lane < n; ++lane) to[lane] = x[lane];
+#endif
+}
+
+// The upper half of the lanes.
+FORGE_INLINE void store_high_half(Real* to, Vec x) {
+  typedef Real Half __attribute__((vector_size(kVecBytes / 2), aligned(sizeof(Real)), may_alias));
+#if defined(__AVX512F__)
+  *reinterpret_cast<Half*>(to) = __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif defined(__AVX2__)
+  *reinterpret_cast<Half*>(to) = __builtin_shufflevector(x, x, 4, 5, 6, 7);
+#else
+  *reinterpret_cast<Half*>(to) = __builtin_shufflevector(x, x, 2, 3);
 #endif
 }
 

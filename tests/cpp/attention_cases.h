@@ -85,6 +85,13 @@ class Array {
   float at(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d) const {
     return base()[forge::element_offset(strides_, b, t, h) + d];
   }
+  // The rows [first, T), in place of all.
+  Array rows_from(std::int64_t first) const {
+    Array copy = *this;
+    copy.T_ -= first;
+    copy.origin_ += first * strides_.row;
+    return copy;
+  }
   template <typename Value>
   void set(Value value) {
     for (std::int64_t b = 0; b < B_; ++b)

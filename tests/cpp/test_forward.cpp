@@ -270,6 +270,42 @@ void test_non_finite() {
   }
 }
 
+// row_max is the float of one score, so it shows whether two paths compute the same scores: rows by
+// themselves (keys in lanes), and among many (rows in lanes, every tile and edge).
+void test_same_scores() {
+  for (CpuTarget target : forge::usable_cpu_targets()) {
+    for (std::int64_t hd : {3, 16, 64, 77}) {
+      for (double softcap : {0.0, 2.0}) {
+        Case c;
+        c.Tq = c.Tk = 333;
+        c.H = 6;
+        c.Hkv = 2;
+        c.hd = hd;
+        c.causal = true;
+        c.softcap = softcap;
+        const Arrays arrays = make_arrays(c);
+        const Result whole = run(c, arrays, target);
+        for (std::int64_t Tq : {1, 2, 5, 20, 100}) {
+          Case last = c.named("same scores");
+          last.Tq = Tq;
+          Arrays some = arrays;
+          some.q = arrays.q.rows_from(c.Tq - Tq);
+          const Result part = run(last, some, target);
+          for (std::int64_t h = 0; h < c.H; ++h) {
+            for (std::int64_t i = 0; i < Tq; ++i) {
+              const std::size_t at = static_cast<std::size_t>(h * Tq + i);
+              const std::size_t whole_at = static_cast<std::size_t>((h + 1) * c.Tq - Tq + i);
+              CHECK_MSG(part.row_max[at] == whole.row_max[whole_at], "%s %s: row_max of head %d row %d",
+                        forge::cpu_target_name(target), last.name.c_str(), static_cast<int>(h),
+                        static_cast<int>(i));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -278,5 +314,6 @@ int main() {
   test_extreme_scores();
   test_strides();
   test_non_finite();
+  test_same_scores();
   return test_result();
 }
