@@ -17,6 +17,12 @@ FORGE_INLINE RowPlace row_place(const AttnParams& params, Int64 kv_head, Int64 r
   return {row / rep, kv_head * rep + row % rep};
 }
 
+// Rows lie far apart, where hardware prefetchers do not look.
+FORGE_INLINE void prefetch(const Real* row, Int64 n) {
+  constexpr Int64 kLine = 64 / sizeof(Real);
+  for (Int64 at = 0; at < n; at += kLine) __builtin_prefetch(row + at);
+}
+
 // A row of hd elements into the panels of channels; zeros for a null row. Returns NaN lanes where an
 // element is not finite, else zeros.
 FORGE_INLINE Vec pack_channels(const BackwardTiling& tiling, const Real* from, Real* panels, Int64 row) {
@@ -101,10 +107,22 @@ FORGE_INLINE void load_row(const BackwardProblem& problem, BackwardBlock& block,
   block.inverse_sum[r] = 1 / arrays.stats.row_sum[at];
 }
 
+FORGE_INLINE void prefetch_row(const BackwardProblem& problem, const BackwardBlock& block, Int64 r) {
+  const AttnParams& params = problem.params;
+  const RowPlace place = row_place(params, block.kv_head, block.row_begin + r);
+  prefetch(problem.arrays.q + element_offset(params.q, block.b, place.i, place.h), params.hd);
+  prefetch(problem.arrays.o + element_offset(params.o, block.b, place.i, place.h), params.hd);
+  prefetch(problem.arrays.dout + element_offset(params.dout, block.b, place.i, place.h), params.hd);
+}
+
 void load_rows(const BackwardProblem& problem, BackwardBlock& block, bool write_d_row) {
+  constexpr Int64 kAhead = 8;
   const BackwardTiling& tiling = block.tiling;
   Vec zeros{};
-  for (Int64 r = 0; r < block.rows; ++r) load_row(problem, block, r, write_d_row, zeros);
+  for (Int64 r = 0; r < block.rows; ++r) {
+    if (r + kAhead < block.rows) prefetch_row(problem, block, r + kAhead);
+    load_row(problem, block, r, write_d_row, zeros);
+  }
   block.rows_finite = all_zero(zeros);
   const Int64 row_vecs = (block.rows + kLanes - 1) / kLanes;
   for (Int64 r = block.rows; r < row_vecs * kLanes; ++r) {  // padding
@@ -139,6 +157,11 @@ void load_keys(const BackwardProblem& problem, BackwardBlock& block) {
   Vec zeros{};
   for (Int64 key = 0; key < block.tile_keys; ++key) {
     const Int64 j = block.tile_begin + key;
+    if (j + tiling.keys < params.Tk) {  // of the next tile
+      const Int64 next = j + tiling.keys;
+      prefetch(problem.arrays.k + element_offset(params.k, block.b, next, block.kv_head), params.hd);
+      prefetch(problem.arrays.v + element_offset(params.v, block.b, next, block.kv_head), params.hd);
+    }
     zeros = zeros + pack_key(tiling,
                              problem.arrays.k + element_offset(params.k, block.b, j, block.kv_head),
                              block.k + key * tiling.key_stride);

@@ -228,7 +228,10 @@ struct KeyGradient {
       Real* to = out + key * stride;
       FORGE_UNROLL
       for (int m = 0; m < kRows; ++m) {
-        if (m < left) __builtin_prefetch(to + m * stride + at * kLanes, 1);
+        if (m >= left) break;
+        for (int line = 0; line < Vecs * kLanes; line += 16) {
+          __builtin_prefetch(to + m * stride + at * kLanes + line, 1);
+        }
       }
       if (block.edge) {  // rows from the first that sees the group's first key on, up to the last
         const Int64 last = key + (left < kRows ? left : kRows) - 1;
