@@ -9,8 +9,6 @@
 // own; these are added up in order.
 #include <algorithm>
 #include <atomic>
-#include <memory>
-#include <cstdlib>
 #include <thread>
 #include <vector>
 
@@ -59,13 +57,11 @@ const BackwardKernels& backward_kernels(CpuTarget target) {
 Int64 divide_up(Int64 a, Int64 b) { return (a + b - 1) / b; }
 Int64 round_up(Int64 a, Int64 b) { return divide_up(a, b) * b; }
 
-int tune(const char* name, int fallback) { const char* v = getenv(name); return v ? atoi(v) : fallback; }
-
 // Everything here follows from the problem and the target, never from the number of threads.
 struct Plan {
   BackwardTiling tiling;
   Int64 lanes;
-  Int64 tile_rows;
+  Int64 tile_rows;   // of the widest register tile
   Int64 group_rows;  // rows of a kv head: Tq * rep
   Int64 groups;      // B * Hkv
   Int64 blocks;      // of a kv head
@@ -73,7 +69,20 @@ struct Plan {
   Int64 splits;      // of the tiles, if blocks is 1
 };
 
+// Rows of a block: many, so that keys and their gradients stream past few times, but few enough for the
+// packed rows (five times rows * hd) to stay in the second-level cache, and for kWantedBlocks to come of
+// it where the problem is small.
+Int64 block_rows(const Plan& plan, Int64 hd, Int64 row_panel) {
+  constexpr Int64 kWantedBlocks = 8, kLeastRows = 64;
+  const Int64 most = hd <= 128 ? 192 : 96;
+  const Int64 wanted = divide_up(plan.group_rows * plan.groups, kWantedBlocks);
+  const Int64 rows = round_up(std::clamp(wanted, kLeastRows, most), row_panel);
+  return std::min(rows, round_up(plan.group_rows, plan.lanes));
+}
+
 Plan make_plan(const AttnParams& params, const BackwardKernels& kernels) {
+  constexpr Int64 kTileKeys = 48, kLine = 16;  // a cache line holds 16 floats
+  constexpr Int64 kSplitKeys = 256, kMostSplits = 16;
   Plan plan{};
   plan.lanes = kernels.lanes;
   plan.tile_rows = kernels.tile_rows;
@@ -82,17 +91,15 @@ Plan make_plan(const AttnParams& params, const BackwardKernels& kernels) {
   BackwardTiling& tiling = plan.tiling;
   tiling.hd = params.hd;
   tiling.channels = round_up(params.hd, plan.lanes);
-  const Int64 most_rows = tune("FORGE_ROWS", 192);
-  tiling.rows = std::min(most_rows, round_up(plan.group_rows, plan.lanes));
-  tiling.keys = std::min<Int64>(tune("FORGE_KEYS", 48), std::max<Int64>(params.Tk, 1));
+  tiling.rows = std::max(plan.lanes, block_rows(plan, params.hd, kernels.row_panel));
+  tiling.keys = std::clamp<Int64>(params.Tk, 1, kTileKeys);
   // An odd number of cache lines, so that a column of keys falls into different sets.
-  tiling.key_stride = (divide_up(tiling.channels, 16) | 1) * 16;
-  tiling.pair_stride = (divide_up(tiling.rows + plan.tile_rows, 16) | 1) * 16;
+  tiling.key_stride = (divide_up(tiling.channels, kLine) | 1) * kLine;
+  tiling.pair_stride = (divide_up(tiling.rows + plan.tile_rows, kLine) | 1) * kLine;
   tiling.capped = params.softcap > 0;
   plan.blocks = divide_up(plan.group_rows, tiling.rows);
   plan.tiles = divide_up(params.Tk, tiling.keys);
-  plan.splits = 1;
-  if (plan.blocks == 1) plan.splits = std::clamp<Int64>(params.Tk / 256, 1, 16);
+  plan.splits = plan.blocks == 1 ? std::clamp<Int64>(params.Tk / kSplitKeys, 1, kMostSplits) : 1;
   return plan;
 }
 

@@ -33,6 +33,6 @@ void row_gradients(const BackwardBlock& block) {
 }  // namespace
 
 extern const BackwardKernels kBackwardKernels = {
-    kLanes, kMaxTileRows, load_rows, load_keys, scores, key_gradients, row_gradients, store_dq};
+    kLanes, kRowVecs * kLanes, kMaxTileRows, load_rows, load_keys, scores, key_gradients, row_gradients, store_dq};
 
 }  // namespace forge::cpu::FORGE_TARGET

@@ -71,6 +71,7 @@ struct BackwardBlock {
 
 struct BackwardKernels {
   int lanes;
+  int row_panel;  // rows that the scores take at a time
   int tile_rows;  // of the largest register tile: what scratch must hold past the last row and key
   // Packs the rows, computes their d_row, clears dq.
   void (*load_rows)(const BackwardProblem&, BackwardBlock&, bool write_d_row);

@@ -8,8 +8,9 @@
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 
-// Vectors of a panel of rows (scores) and of a panel of channels (gradients).
-constexpr int kRowVecs = kVectorRegisters == 32 ? 4 : 2;
+// Vectors of a panel of rows (scores): narrow, since a panel takes every key that one of its rows sees.
+constexpr int kRowVecs = 2;
+// Vectors of a panel of channels (gradients).
 constexpr int kChannelVecs = kVectorRegisters == 32 ? 4 : 2;
 
 // Broadcast rows of a register tile of Vecs vectors: as many accumulators as leave room for the vectors
