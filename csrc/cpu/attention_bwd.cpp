@@ -178,6 +178,7 @@ class Backward {
       : problem_(problem),
         kernels_(kernels),
         plan_(make_plan(problem.params, kernels)),
+        threads_(num_threads()),
         workers_(static_cast<std::size_t>(worker_count())),
         turns_(static_cast<std::size_t>(plan_.groups * plan_.tiles)),
         scratch_(static_cast<std::size_t>(worker_count() * block_bytes() + partial_bytes())) {
@@ -186,7 +187,7 @@ class Backward {
     }
     partial_dq_ = reinterpret_cast<float*>(scratch_.data() + worker_count() * block_bytes());
     for (std::atomic<Int32>& turn : turns_) turn.store(-1, std::memory_order_relaxed);
-    batch_ = std::min<Int64>(plan_.groups, num_threads());
+    batch_ = std::min(plan_.groups, threads_);
   }
 
   void run() {
@@ -211,7 +212,7 @@ class Backward {
 
  private:
   Int64 worker_count() const {
-    return std::min<Int64>(num_threads(), plan_.groups * std::max(plan_.blocks, plan_.splits));
+    return std::min(threads_, plan_.groups * std::max(plan_.blocks, plan_.splits));
   }
   // 64 bytes more than whole pages: workers' scratch then starts in different cache sets.
   Int64 block_bytes() const {
@@ -324,6 +325,7 @@ class Backward {
   const BackwardProblem problem_;
   const BackwardKernels& kernels_;
   const Plan plan_;
+  const Int64 threads_;
   Int64 batch_;                       // kv heads worked on side by side
   std::vector<BackwardBlock> workers_;
   std::vector<std::atomic<Int32>> turns_;  // [groups][tiles]: the block that added to it last

@@ -7,14 +7,23 @@
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 
+// Where a row of a kv head stands in the arrays; next() walks through the rows.
 struct RowPlace {
   Int64 i;  // query
   Int64 h;  // query head
+  Int64 first_head;
+  Int64 rep;
+
+  FORGE_MEMBER void next() {
+    if (++h < first_head + rep) return;
+    h = first_head;
+    ++i;
+  }
 };
 
 FORGE_INLINE RowPlace row_place(const AttnParams& params, Int64 kv_head, Int64 row) {
   const Int64 rep = params.H / params.Hkv;
-  return {row / rep, kv_head * rep + row % rep};
+  return {row / rep, kv_head * rep + row % rep, kv_head * rep, rep};
 }
 
 // Rows lie far apart, where hardware prefetchers do not look.
@@ -33,7 +42,7 @@ FORGE_INLINE Vec pack_channels(const BackwardTiling& tiling, const Real* from, R
     Real* to = panels + (at * tiling.rows + row * width) * kLanes;
     for (int v = 0; v < width; ++v) {
       const Vec x = from ? load_within(from, (at + v) * kLanes, tiling.hd) : Vec{};
-      zeros = zeros + x * Vec{};
+      zeros = fma(x, Vec{}, zeros);
       store(to + v * kLanes, x);
     }
     at += width;
@@ -82,10 +91,9 @@ FORGE_INLINE Real dot(const Real* a, const Real* b, Int64 n) {
 FORGE_INLINE bool all_zero(Vec zeros) { return !any(zeros != Vec{}); }
 
 FORGE_INLINE void load_row(const BackwardProblem& problem, BackwardBlock& block, Int64 r,
-                           bool write_d_row, Vec& zeros) {
+                           const RowPlace& place, bool write_d_row, Vec& zeros) {
   const AttnParams& params = problem.params;
   const BackwardArrays<Real>& arrays = problem.arrays;
-  const RowPlace place = row_place(params, block.kv_head, block.row_begin + r);
   const Int64 at = row_index(params, block.b, place.h, place.i);
   if (r < block.live_begin || r >= block.live_end) {
     pack_channels(block.tiling, nullptr, block.q_rows, r);
@@ -107,21 +115,24 @@ FORGE_INLINE void load_row(const BackwardProblem& problem, BackwardBlock& block,
   block.inverse_sum[r] = 1 / arrays.stats.row_sum[at];
 }
 
-FORGE_INLINE void prefetch_row(const BackwardProblem& problem, const BackwardBlock& block, Int64 r) {
+FORGE_INLINE void prefetch_row(const BackwardProblem& problem, Int64 b, const RowPlace& place) {
   const AttnParams& params = problem.params;
-  const RowPlace place = row_place(params, block.kv_head, block.row_begin + r);
-  prefetch(problem.arrays.q + element_offset(params.q, block.b, place.i, place.h), params.hd);
-  prefetch(problem.arrays.o + element_offset(params.o, block.b, place.i, place.h), params.hd);
-  prefetch(problem.arrays.dout + element_offset(params.dout, block.b, place.i, place.h), params.hd);
+  prefetch(problem.arrays.q + element_offset(params.q, b, place.i, place.h), params.hd);
+  prefetch(problem.arrays.o + element_offset(params.o, b, place.i, place.h), params.hd);
+  prefetch(problem.arrays.dout + element_offset(params.dout, b, place.i, place.h), params.hd);
 }
 
 void load_rows(const BackwardProblem& problem, BackwardBlock& block, bool write_d_row) {
   constexpr Int64 kAhead = 8;
   const BackwardTiling& tiling = block.tiling;
   Vec zeros{};
+  RowPlace place = row_place(problem.params, block.kv_head, block.row_begin);
+  RowPlace ahead = row_place(problem.params, block.kv_head, block.row_begin + kAhead);
   for (Int64 r = 0; r < block.rows; ++r) {
-    if (r + kAhead < block.rows) prefetch_row(problem, block, r + kAhead);
-    load_row(problem, block, r, write_d_row, zeros);
+    if (r + kAhead < block.rows) prefetch_row(problem, block.b, ahead);
+    load_row(problem, block, r, place, write_d_row, zeros);
+    place.next();
+    ahead.next();
   }
   block.rows_finite = all_zero(zeros);
   const Int64 row_vecs = (block.rows + kLanes - 1) / kLanes;
@@ -139,7 +150,7 @@ FORGE_INLINE Vec pack_key(const BackwardTiling& tiling, const Real* from, Real* 
   Vec zeros{};
   for (Int64 at = 0; at < tiling.channels; at += kLanes) {
     const Vec x = load_within(from, at, tiling.hd);
-    zeros = zeros + x * Vec{};
+    zeros = fma(x, Vec{}, zeros);
     store(to + at, x);
   }
   return zeros;
@@ -191,8 +202,8 @@ void store_dq(const BackwardProblem& problem, const BackwardBlock& block, const 
   const AttnParams& params = problem.params;
   const BackwardTiling& tiling = block.tiling;
   const Vec scale = broadcast(params.scale);
-  for (Int64 r = 0; r < block.rows; ++r) {
-    const RowPlace place = row_place(params, block.kv_head, block.row_begin + r);
+  RowPlace place = row_place(params, block.kv_head, block.row_begin);
+  for (Int64 r = 0; r < block.rows; ++r, place.next()) {
     Real* to = problem.arrays.dq + element_offset(params.dq, block.b, place.i, place.h);
     const bool live = r >= block.live_begin && r < block.live_end;
     if (!live && problem.accumulate) continue;
