@@ -1,12 +1,12 @@
 // The schedule of the backward.
 //
 // A task is a block of rows of one kv head; it walks over the tiles of keys that its rows see, in
-// ascending order. dq is private to it. A tile of dk and dv is added to by the blocks that see it in
-// descending order of their rows, each waiting for its predecessor: tasks start in that order, so a
-// predecessor is always running or done, and it is usually a tile ahead. So there are no copies of dk and
-// dv to add up, and no sum depends on which thread did what.
-// With a single block (short queries) the tiles are split between tasks instead, each with a dq of its
-// own; these are added up in order.
+// ascending order. dq is private to it. A tile of dk and dv is added to by the blocks that see it
+// in descending order of their rows, each waiting for its predecessor: tasks start in that order,
+// so a predecessor is always running or done, and it is usually a tile ahead. So there are no
+// copies of dk and dv to add up, and no sum depends on which thread did what. With a single block
+// (short queries) the tiles are split between tasks instead, each with a dq of its own; these are
+// added up in order.
 #include <algorithm>
 #include <atomic>
 #include <thread>
@@ -69,9 +69,9 @@ struct Plan {
   Int64 splits;      // of the tiles, if blocks is 1
 };
 
-// Rows of a block: many, so that keys and their gradients stream past few times, but few enough for the
-// packed rows (five times rows * hd) to stay in the second-level cache, and for kWantedBlocks to come of
-// it where the problem is small.
+// Rows of a block: many, so that keys and their gradients stream past few times, but few enough for
+// the packed rows (five times rows * hd) to stay in the second-level cache, and for kWantedBlocks
+// to come of it where the problem is small.
 Int64 block_rows(const Plan& plan, Int64 hd, Int64 row_panel) {
   constexpr Int64 kWantedBlocks = 8, kLeastRows = 64;
   const Int64 most = hd <= 128 ? 192 : 96;
@@ -124,7 +124,8 @@ Int64 lay_out(const Plan& plan, char* base, BackwardBlock& block) {
   const BackwardTiling& tiling = plan.tiling;
   block.tiling = tiling;
   Arena arena(base);
-  for (float** piece : {&block.q_lanes, &block.dout_lanes}) arena.take(*piece, tiling.rows * tiling.hd);
+  for (float** piece : {&block.q_lanes, &block.dout_lanes})
+    arena.take(*piece, tiling.rows * tiling.hd);
   for (float** piece : {&block.q_rows, &block.dout_rows, &block.dq}) {
     arena.take(*piece, tiling.rows * tiling.channels);
   }
@@ -195,8 +196,9 @@ class Backward {
     if (plan_.blocks == 0) return;
     if (plan_.splits > 1) return run_splits();
     parallel_for(plan_.groups * plan_.blocks, [&](std::int64_t task, int worker) {
-      // Kv heads side by side in batches of as many as there are threads; in one kv head the last rows,
-      // which see most under a causal mask, come first. The order of the sums is not touched by this.
+      // Kv heads side by side in batches of as many as there are threads; in one kv head the last
+      // rows, which see most under a causal mask, come first. The order of the sums is not touched
+      // by this.
       const Int64 per_batch = batch_ * plan_.blocks;
       const Int64 first = task / per_batch * batch_;
       const Int64 batch = std::min(batch_, plan_.groups - first);
@@ -289,15 +291,16 @@ class Backward {
       kernels_.load_rows(problem_, block, split == 0);
       const TileRange tiles = tiles_of(block);
       const Int64 count = tiles.end - tiles.begin;
-      walk(block, group, {tiles.begin + count * split / plan_.splits,
-                          tiles.begin + count * (split + 1) / plan_.splits});
+      walk(block, group,
+           {tiles.begin + count * split / plan_.splits,
+            tiles.begin + count * (split + 1) / plan_.splits});
       block.dq = own_dq;
     });
     parallel_for(plan_.groups, [&](std::int64_t group, int worker) {
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
       open(block, group, 0);
-      kernels_.store_dq(problem_, block,
-                        partial_dq_ + group * plan_.splits * split_elements(), plan_.splits);
+      kernels_.store_dq(problem_, block, partial_dq_ + group * plan_.splits * split_elements(),
+                        plan_.splits);
     });
   }
 
@@ -326,7 +329,7 @@ class Backward {
   const BackwardKernels& kernels_;
   const Plan plan_;
   const Int64 threads_;
-  Int64 batch_;                       // kv heads worked on side by side
+  Int64 batch_;  // kv heads worked on side by side
   std::vector<BackwardBlock> workers_;
   std::vector<std::atomic<Int32>> turns_;  // [groups][tiles]: the block that added to it last
   Scratch scratch_;

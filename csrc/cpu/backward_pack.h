@@ -32,9 +32,10 @@ FORGE_INLINE void prefetch(const Real* row, Int64 n) {
   for (Int64 at = 0; at < n; at += kLine) __builtin_prefetch(row + at);
 }
 
-// A row of hd elements into the panels of channels; zeros for a null row. Returns NaN lanes where an
-// element is not finite, else zeros.
-FORGE_INLINE Vec pack_channels(const BackwardTiling& tiling, const Real* from, Real* panels, Int64 row) {
+// A row of hd elements into the panels of channels; zeros for a null row. Returns NaN lanes where
+// an element is not finite, else zeros.
+FORGE_INLINE Vec pack_channels(const BackwardTiling& tiling, const Real* from, Real* panels,
+                               Int64 row) {
   const Int64 vecs = tiling.channels / kLanes;
   Vec zeros{};
   for (Int64 at = 0; at < vecs;) {
@@ -51,7 +52,8 @@ FORGE_INLINE Vec pack_channels(const BackwardTiling& tiling, const Real* from, R
 }
 
 // The same rows with rows in lanes: [panel of rows][hd][rows of the panel].
-FORGE_INLINE void pack_lanes(const BackwardTiling& tiling, Int64 row_vecs, const Real* panels, Real* lanes) {
+FORGE_INLINE void pack_lanes(const BackwardTiling& tiling, Int64 row_vecs, const Real* panels,
+                             Real* lanes) {
   const Int64 vecs = tiling.channels / kLanes;
   for (Int64 row_at = 0; row_at < row_vecs;) {
     const int row_width = panel_vecs(row_at, row_vecs, kRowVecs);
@@ -64,7 +66,8 @@ FORGE_INLINE void pack_lanes(const BackwardTiling& tiling, Int64 row_vecs, const
           const Int64 row = (row_at + rv) * kLanes;
           Vec block[kLanes];
           FORGE_UNROLL
-          for (int j = 0; j < kLanes; ++j) block[j] = load(panel + ((row + j) * width + v) * kLanes);
+          for (int j = 0; j < kLanes; ++j)
+            block[j] = load(panel + ((row + j) * width + v) * kLanes);
           transpose(block);
           const Int64 d = (at + v) * kLanes;
           Real* column = to + (d * row_width + rv) * kLanes;
@@ -72,7 +75,8 @@ FORGE_INLINE void pack_lanes(const BackwardTiling& tiling, Int64 row_vecs, const
             FORGE_UNROLL
             for (int j = 0; j < kLanes; ++j) store(column + j * row_width * kLanes, block[j]);
           } else {
-            for (int j = 0; j < tiling.hd - d; ++j) store(column + j * row_width * kLanes, block[j]);
+            for (int j = 0; j < tiling.hd - d; ++j)
+              store(column + j * row_width * kLanes, block[j]);
           }
         }
       }
@@ -84,7 +88,8 @@ FORGE_INLINE void pack_lanes(const BackwardTiling& tiling, Int64 row_vecs, const
 
 FORGE_INLINE Real dot(const Real* a, const Real* b, Int64 n) {
   Vec acc{};
-  for (Int64 at = 0; at < n; at += kLanes) acc = fma(load_within(a, at, n), load_within(b, at, n), acc);
+  for (Int64 at = 0; at < n; at += kLanes)
+    acc = fma(load_within(a, at, n), load_within(b, at, n), acc);
   return sum_of_lanes(acc);
 }
 
@@ -170,8 +175,10 @@ void load_keys(const BackwardProblem& problem, BackwardBlock& block) {
     const Int64 j = block.tile_begin + key;
     if (j + tiling.keys < params.Tk) {  // of the next tile
       const Int64 next = j + tiling.keys;
-      prefetch(problem.arrays.k + element_offset(params.k, block.b, next, block.kv_head), params.hd);
-      prefetch(problem.arrays.v + element_offset(params.v, block.b, next, block.kv_head), params.hd);
+      prefetch(problem.arrays.k + element_offset(params.k, block.b, next, block.kv_head),
+               params.hd);
+      prefetch(problem.arrays.v + element_offset(params.v, block.b, next, block.kv_head),
+               params.hd);
     }
     zeros = zeros + pack_key(tiling,
                              problem.arrays.k + element_offset(params.k, block.b, j, block.kv_head),
@@ -188,8 +195,8 @@ void load_keys(const BackwardProblem& problem, BackwardBlock& block) {
   if (!block.edge) return;
   const Int64 row_vecs = (block.rows + kLanes - 1) / kLanes;
   for (Int64 r = 0; r < row_vecs * kLanes; ++r) {
-    // Both ends stay ascending over the rows: those before the live ones see keys before any, those after
-    // them keys after any.
+    // Both ends stay ascending over the rows: those before the live ones see keys before any, those
+    // after them keys after any.
     const bool before = r < block.live_begin, after = r >= block.live_end;
     block.lo[r] = before ? -1 : after ? INT32_MAX : key_in_tile(block, block.first_key[r]);
     block.hi[r] = before ? -1 : after ? INT32_MAX : key_in_tile(block, block.last_key[r]);

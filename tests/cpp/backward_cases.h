@@ -47,7 +47,8 @@ inline void add_dlse(Call& call) {
 inline std::vector<float> start_values(std::int64_t count, bool accumulate) {
   std::vector<float> values(static_cast<std::size_t>(count), kUnset);
   if (accumulate) {
-    for (std::size_t n = 0; n < values.size(); ++n) values[n] = 0.25f * static_cast<float>(n % 7) - 0.5f;
+    for (std::size_t n = 0; n < values.size(); ++n)
+      values[n] = 0.25f * static_cast<float>(n % 7) - 0.5f;
   }
   return values;
 }
@@ -102,7 +103,7 @@ struct OraclePair {
 
 // p and ds of the visible pairs of one row; the others stay zero.
 inline void oracle_pairs(const Call& call, std::int64_t b, std::int64_t h, std::int64_t i,
-                  std::vector<OraclePair>& pairs) {
+                         std::vector<OraclePair>& pairs) {
   const Case& c = call.c;
   const std::int64_t g = h / (c.H / c.Hkv);
   std::vector<double> o(static_cast<std::size_t>(c.hd));
@@ -161,8 +162,10 @@ inline Oracle oracle(const Call& call) {
           const OraclePair& pair = pairs[static_cast<std::size_t>(j)];
           const double ds_error = size * (pair.ds_error + sum * std::fabs(pair.ds));
           for (std::int64_t e = 0; e < c.hd; ++e) {
-            const std::size_t q_at = static_cast<std::size_t>(((b * c.Tq + i) * c.H + h) * c.hd + e);
-            const std::size_t k_at = static_cast<std::size_t>(((b * c.Tk + j) * c.Hkv + g) * c.hd + e);
+            const std::size_t q_at =
+                static_cast<std::size_t>(((b * c.Tq + i) * c.H + h) * c.hd + e);
+            const std::size_t k_at =
+                static_cast<std::size_t>(((b * c.Tk + j) * c.Hkv + g) * c.hd + e);
             const double q = call.in.q.at(b, i, h, e), k = call.in.k.at(b, j, g, e);
             const double dout = call.dout.at(b, i, h, e);
             r.dq[q_at] += scale * pair.ds * k;
@@ -177,15 +180,16 @@ inline Oracle oracle(const Call& call) {
   return r;
 }
 
-inline void compare(const Call& call, const char* what, CpuTarget target, const std::vector<float>& got,
-             const std::vector<double>& want, const std::vector<double>& error) {
+inline void compare(const Call& call, const char* what, CpuTarget target,
+                    const std::vector<float>& got, const std::vector<double>& want,
+                    const std::vector<double>& error) {
   const std::vector<float> before =
       start_values(static_cast<std::int64_t>(got.size()), call.accumulate);
   for (std::size_t n = 0; n < got.size(); ++n) {
     const double expected = want[n] + (call.accumulate ? before[n] : 0);
     const double allowed = 2 * error[n] + 4 * kUnit * std::fabs(expected) + 1e-30;
-    const bool good = std::isnan(expected)   ? std::isnan(got[n])
-                      : std::isinf(expected) ? !std::isfinite(got[n])
+    const bool good = std::isnan(expected)     ? std::isnan(got[n])
+                      : std::isinf(expected)   ? !std::isfinite(got[n])
                       : std::isfinite(allowed) ? std::fabs(got[n] - expected) <= allowed
                                                : !std::isinf(got[n]);
     CHECK_MSG(good, "%s %s: %s[%d, channel %d] is %.9g, not %.9g (%.1e allowed)",

@@ -1,6 +1,6 @@
-// The fused backward against a float64 oracle that shares nothing with it: shapes off every tile, all
-// options, strides, grouped heads, NaN and infinity, dead rows, accumulation; the same bits at any
-// thread count.
+// The fused backward against a float64 oracle that shares nothing with it: shapes off every tile,
+// all options, strides, grouped heads, NaN and infinity, dead rows, accumulation; the same bits at
+// any thread count.
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -342,9 +342,9 @@ void test_unseen_keys() {
   }
 }
 
-// Every query sees one key, so m is that pair's score, and p is exactly 1 if and only if the backward's
-// score is not below it. Any difference in the order of operations gives lower scores in half of the
-// pairs. The query offset moves the pairs across the tiles.
+// Every query sees one key, so m is that pair's score, and p is exactly 1 if and only if the
+// backward's score is not below it. Any difference in the order of operations gives lower scores in
+// half of the pairs. The query offset moves the pairs across the tiles.
 void test_scores_match_forward() {
   for (std::int64_t hd : {1, 7, 64, 100, 128}) {
     for (std::int64_t offset : {0, 5, 47, 100}) {
