@@ -1,16 +1,14 @@
 // The schedule of the backward.
 //
 // A task is a block of rows of one kv head; it walks over the tiles of keys that its rows see, in
-// ascending order. dq is private to it. A tile of dk and dv is added to by the blocks that see it in
-// descending order of their rows, each waiting for its predecessor: tasks start in that order, so a
-// predecessor is always running or done, and it is usually a tile ahead. So there are no copies of dk and
-// dv to add up, and no sum depends on which thread did what.
-// With a single block (short queries) the tiles are split between tasks instead, each with a dq of its
-// own; these are added up in order.
+// ascending order. dq is private to it. A tile of dk and dv is added to by the blocks that see it
+// in descending order of their rows, each waiting for its predecessor: tasks start in that order,
+// so a predecessor is always running or done, and it is usually a tile ahead. So there are no
+// copies of dk and dv to add up, and no sum depends on which thread did what. With a single block
+// (short queries) the tiles are split between tasks instead, each with a dq of its own; these are
+// added up in order.
 #include <algorithm>
 #include <atomic>
-#include <memory>
-#include <cstdlib>
 #include <thread>
 #include <vector>
 
@@ -59,13 +57,11 @@ const BackwardKernels& backward_kernels(CpuTarget target) {
 Int64 divide_up(Int64 a, Int64 b) { return (a + b - 1) / b; }
 Int64 round_up(Int64 a, Int64 b) { return divide_up(a, b) * b; }
 
-int tune(const char* name, int fallback) { const char* v = getenv(name); return v ? atoi(v) : fallback; }
-
 // Everything here follows from the problem and the target, never from the number of threads.
 struct Plan {
   BackwardTiling tiling;
   Int64 lanes;
-  Int64 tile_rows;
+  Int64 tile_rows;   // of the widest register tile
   Int64 group_rows;  // rows of a kv head: Tq * rep
   Int64 groups;      // B * Hkv
   Int64 blocks;      // of a kv head
@@ -73,7 +69,20 @@ struct Plan {
   Int64 splits;      // of the tiles, if blocks is 1
 };
 
+// Rows of a block: many, so that keys and their gradients stream past few times, but few enough for
+// the packed rows (five times rows * hd) to stay in the second-level cache, and for kWantedBlocks
+// to come of it where the problem is small.
+Int64 block_rows(const Plan& plan, Int64 hd, Int64 row_panel) {
+  constexpr Int64 kWantedBlocks = 8, kLeastRows = 64;
+  const Int64 most = hd <= 128 ? 192 : 96;
+  const Int64 wanted = divide_up(plan.group_rows * plan.groups, kWantedBlocks);
+  const Int64 rows = round_up(std::clamp(wanted, kLeastRows, most), row_panel);
+  return std::min(rows, round_up(plan.group_rows, plan.lanes));
+}
+
 Plan make_plan(const AttnParams& params, const BackwardKernels& kernels) {
+  constexpr Int64 kTileKeys = 48, kLine = 16;  // a cache line holds 16 floats
+  constexpr Int64 kSplitKeys = 256, kMostSplits = 16;
   Plan plan{};
   plan.lanes = kernels.lanes;
   plan.tile_rows = kernels.tile_rows;
@@ -82,17 +91,15 @@ Plan make_plan(const AttnParams& params, const BackwardKernels& kernels) {
   BackwardTiling& tiling = plan.tiling;
   tiling.hd = params.hd;
   tiling.channels = round_up(params.hd, plan.lanes);
-  const Int64 most_rows = tune("FORGE_ROWS", 192);
-  tiling.rows = std::min(most_rows, round_up(plan.group_rows, plan.lanes));
-  tiling.keys = std::min<Int64>(tune("FORGE_KEYS", 48), std::max<Int64>(params.Tk, 1));
+  tiling.rows = std::max(plan.lanes, block_rows(plan, params.hd, kernels.row_panel));
+  tiling.keys = std::clamp<Int64>(params.Tk, 1, kTileKeys);
   // An odd number of cache lines, so that a column of keys falls into different sets.
-  tiling.key_stride = (divide_up(tiling.channels, 16) | 1) * 16;
-  tiling.pair_stride = (divide_up(tiling.rows + plan.tile_rows, 16) | 1) * 16;
+  tiling.key_stride = (divide_up(tiling.channels, kLine) | 1) * kLine;
+  tiling.pair_stride = (divide_up(tiling.rows + plan.tile_rows, kLine) | 1) * kLine;
   tiling.capped = params.softcap > 0;
   plan.blocks = divide_up(plan.group_rows, tiling.rows);
   plan.tiles = divide_up(params.Tk, tiling.keys);
-  plan.splits = 1;
-  if (plan.blocks == 1) plan.splits = std::clamp<Int64>(params.Tk / 256, 1, 16);
+  plan.splits = plan.blocks == 1 ? std::clamp<Int64>(params.Tk / kSplitKeys, 1, kMostSplits) : 1;
   return plan;
 }
 
@@ -117,7 +124,8 @@ Int64 lay_out(const Plan& plan, char* base, BackwardBlock& block) {
   const BackwardTiling& tiling = plan.tiling;
   block.tiling = tiling;
   Arena arena(base);
-  for (float** piece : {&block.q_lanes, &block.dout_lanes}) arena.take(*piece, tiling.rows * tiling.hd);
+  for (float** piece : {&block.q_lanes, &block.dout_lanes})
+    arena.take(*piece, tiling.rows * tiling.hd);
   for (float** piece : {&block.q_rows, &block.dout_rows, &block.dq}) {
     arena.take(*piece, tiling.rows * tiling.channels);
   }
@@ -171,6 +179,7 @@ class Backward {
       : problem_(problem),
         kernels_(kernels),
         plan_(make_plan(problem.params, kernels)),
+        threads_(num_threads()),
         workers_(static_cast<std::size_t>(worker_count())),
         turns_(static_cast<std::size_t>(plan_.groups * plan_.tiles)),
         scratch_(static_cast<std::size_t>(worker_count() * block_bytes() + partial_bytes())) {
@@ -179,7 +188,7 @@ class Backward {
     }
     partial_dq_ = reinterpret_cast<float*>(scratch_.data() + worker_count() * block_bytes());
     for (std::atomic<Int32>& turn : turns_) turn.store(-1, std::memory_order_relaxed);
-    batch_ = std::min<Int64>(plan_.groups, num_threads());
+    batch_ = std::min(plan_.groups, threads_);
   }
 
   void run() {
@@ -187,8 +196,9 @@ class Backward {
     if (plan_.blocks == 0) return;
     if (plan_.splits > 1) return run_splits();
     parallel_for(plan_.groups * plan_.blocks, [&](std::int64_t task, int worker) {
-      // Kv heads side by side in batches of as many as there are threads; in one kv head the last rows,
-      // which see most under a causal mask, come first. The order of the sums is not touched by this.
+      // Kv heads side by side in batches of as many as there are threads; in one kv head the last
+      // rows, which see most under a causal mask, come first. The order of the sums is not touched
+      // by this.
       const Int64 per_batch = batch_ * plan_.blocks;
       const Int64 first = task / per_batch * batch_;
       const Int64 batch = std::min(batch_, plan_.groups - first);
@@ -204,7 +214,7 @@ class Backward {
 
  private:
   Int64 worker_count() const {
-    return std::min<Int64>(num_threads(), plan_.groups * std::max(plan_.blocks, plan_.splits));
+    return std::min(threads_, plan_.groups * std::max(plan_.blocks, plan_.splits));
   }
   // 64 bytes more than whole pages: workers' scratch then starts in different cache sets.
   Int64 block_bytes() const {
@@ -281,15 +291,16 @@ class Backward {
       kernels_.load_rows(problem_, block, split == 0);
       const TileRange tiles = tiles_of(block);
       const Int64 count = tiles.end - tiles.begin;
-      walk(block, group, {tiles.begin + count * split / plan_.splits,
-                          tiles.begin + count * (split + 1) / plan_.splits});
+      walk(block, group,
+           {tiles.begin + count * split / plan_.splits,
+            tiles.begin + count * (split + 1) / plan_.splits});
       block.dq = own_dq;
     });
     parallel_for(plan_.groups, [&](std::int64_t group, int worker) {
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
       open(block, group, 0);
-      kernels_.store_dq(problem_, block,
-                        partial_dq_ + group * plan_.splits * split_elements(), plan_.splits);
+      kernels_.store_dq(problem_, block, partial_dq_ + group * plan_.splits * split_elements(),
+                        plan_.splits);
     });
   }
 
@@ -317,7 +328,8 @@ class Backward {
   const BackwardProblem problem_;
   const BackwardKernels& kernels_;
   const Plan plan_;
-  Int64 batch_;                       // kv heads worked on side by side
+  const Int64 threads_;
+  Int64 batch_;  // kv heads worked on side by side
   std::vector<BackwardBlock> workers_;
   std::vector<std::atomic<Int32>> turns_;  // [groups][tiles]: the block that added to it last
   Scratch scratch_;

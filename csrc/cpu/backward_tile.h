@@ -1,6 +1,6 @@
 // The five products of a tile of keys with a block of rows.
-//   scores         s = q k^T, dp = do v^T, as [key][row]: rows in lanes, keys broadcast, so that row
-//                  maxima, sums and d_row are plain vectors; p and ds stay in scratch
+//   scores         s = q k^T, dp = do v^T, as [key][row]: rows in lanes, keys broadcast, so that
+//                  row_max, row_sum and d_row are plain vectors; p and ds stay in scratch
 //   key_gradients  dv += p do, dk += ds q: channels in lanes, p and ds broadcast
 //   row_gradients  dq += ds^T k
 #pragma once
@@ -12,22 +12,29 @@
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 
-// acc[m][v] = sum over r < count of a[m * a_row + r * a_step] * b[r][v], b a packed panel.
+// The factor that is broadcast: element (m, n) at at[m * row + n * step].
+struct Weights {
+  const Real* at;
+  Int64 row;
+  Int64 step;
+};
+
+// acc[m][v] = sum over n < count of a(m, n) * b[n][v], n ascending.
 template <int Rows, int Vecs>
-FORGE_INLINE void multiply(const Real* a, Int64 a_row, Int64 a_step, const Real* b, Int64 b_step,
-                           Int64 count, Vec (&acc)[Rows][Vecs]) {
+FORGE_INLINE void multiply(const Weights& a, const Real* b, Int64 b_stride, Int64 count,
+                           Vec (&acc)[Rows][Vecs]) {
   FORGE_UNROLL
   for (int m = 0; m < Rows; ++m) {
     FORGE_UNROLL
     for (int v = 0; v < Vecs; ++v) acc[m][v] = Vec{};
   }
-  for (Int64 r = 0; r < count; ++r) {
+  for (Int64 n = 0; n < count; ++n) {
     Vec lane[Vecs];
     FORGE_UNROLL
-    for (int v = 0; v < Vecs; ++v) lane[v] = load(b + r * b_step + v * kLanes);
+    for (int v = 0; v < Vecs; ++v) lane[v] = load(b + n * b_stride + v * kLanes);
     FORGE_UNROLL
     for (int m = 0; m < Rows; ++m) {
-      const Vec x = broadcast(a[m * a_row + r * a_step]);
+      const Vec x = broadcast(a.at[m * a.row + n * a.step]);
       FORGE_UNROLL
       for (int v = 0; v < Vecs; ++v) acc[m][v] = fma(x, lane[v], acc[m][v]);
     }
@@ -154,36 +161,66 @@ struct ScorePanels {
 
 template <bool Edge, bool Capped>
 void score_tile(const BackwardProblem& problem, const BackwardBlock& block) {
-  const ScorePanels<Edge, Capped> panels{
-      block, score_map(problem.params.scale, problem.params.softcap)};
+  const ScorePanels<Edge, Capped> panels{block,
+                                         score_map(problem.params.scale, problem.params.softcap)};
   for_panels<kRowVecs>((block.rows + kLanes - 1) / kLanes, panels);
 }
 
-// c[m][...] = or += alpha * acc[m][...] for m < rows, channels from `channel` on.
+// Where a product goes: rows of hd elements, of which `rows` are there from `at` on.
+struct Sink {
+  Real* at;
+  Int64 stride;
+  Int64 rows;
+  Int64 hd;
+  Real alpha;
+  bool add;
+};
+
+FORGE_INLINE Sink from_row(const Sink& sink, Int64 row) {
+  Sink rest = sink;
+  rest.at += row * sink.stride;
+  rest.rows -= row;
+  return rest;
+}
+
+// sink = or += alpha * acc, channels from `channel` on.
 template <int Rows, int Vecs>
-FORGE_INLINE void put(Real* c, Int64 stride, Int64 rows, Int64 channel, Int64 hd, Real alpha, bool add,
-                      const Vec (&acc)[Rows][Vecs]) {
-  const Vec scale = broadcast(alpha);
-  if (rows >= Rows && channel + Vecs * kLanes <= hd) {
+FORGE_INLINE void put(const Sink& sink, Int64 channel, const Vec (&acc)[Rows][Vecs]) {
+  const Vec alpha = broadcast(sink.alpha);
+  const bool add = sink.add;
+  if (sink.rows >= Rows && channel + Vecs * kLanes <= sink.hd) {
     FORGE_UNROLL
     for (int m = 0; m < Rows; ++m) {
       FORGE_UNROLL
       for (int v = 0; v < Vecs; ++v) {
-        Real* at = c + m * stride + channel + v * kLanes;
-        store(at, add ? fma(acc[m][v], scale, load(at)) : acc[m][v] * scale);
+        Real* at = sink.at + m * sink.stride + channel + v * kLanes;
+        store(at, add ? fma(acc[m][v], alpha, load(at)) : acc[m][v] * alpha);
       }
     }
     return;
   }
   FORGE_UNROLL
   for (int m = 0; m < Rows; ++m) {
-    if (m >= rows) break;
+    if (m >= sink.rows) break;
     FORGE_UNROLL
     for (int v = 0; v < Vecs; ++v) {
       const Int64 at = channel + v * kLanes;
-      Real* row = c + m * stride;
-      const Vec old = add ? load_within(row, at, hd) : Vec{};
-      store_within(row, at, hd, add ? fma(acc[m][v], scale, old) : acc[m][v] * scale);
+      Real* row = sink.at + m * sink.stride;
+      const Vec old = add ? load_within(row, at, sink.hd) : Vec{};
+      store_within(row, at, sink.hd, add ? fma(acc[m][v], alpha, old) : acc[m][v] * alpha);
+    }
+  }
+}
+
+// The gradients of keys come from a cache further out; the product hides the way.
+template <int Rows, int Vecs>
+FORGE_INLINE void prefetch_sink(const Sink& sink, Int64 channel) {
+  constexpr int kLine = 64 / sizeof(Real);
+  FORGE_UNROLL
+  for (int m = 0; m < Rows; ++m) {
+    if (m >= sink.rows) break;
+    for (int at = 0; at < Vecs * kLanes; at += kLine) {
+      __builtin_prefetch(sink.at + m * sink.stride + channel + at, 1);
     }
   }
 }
@@ -193,13 +230,10 @@ struct KeyGradient {
   const BackwardBlock& block;
   const Real* weights;
   const Real* source;  // packed by panels of channels
-  Real* out;           // of the tile's first key
-  Int64 stride;
-  Real alpha;
-  bool add;
+  Sink out;            // of the tile's keys
 
-  // Visible pairs only, one by one: what is packed of the others may be NaN, and 0 * NaN is NaN. The
-  // chains are those of the tiles, less their zeros, so that finite results keep their bits.
+  // Visible pairs only, one by one: what is packed of the others may be NaN, and 0 * NaN is NaN.
+  // The chains are those of the tiles, less their zeros, so that finite results keep their bits.
   template <int Vecs>
   FORGE_MEMBER void run_exactly(Int64 at, const Real* panel) const {
     for (Int64 key = 0; key < block.tile_keys; ++key) {
@@ -210,7 +244,7 @@ struct KeyGradient {
           acc[0][0] = fma(broadcast(weights[key * block.tiling.pair_stride + row]),
                           load(panel + (row * Vecs + v) * kLanes), acc[0][0]);
         }
-        put<1, 1>(out + key * stride, stride, 1, (at + v) * kLanes, block.tiling.hd, alpha, add, acc);
+        put<1, 1>(from_row(out, key), (at + v) * kLanes, acc);
       }
     }
   }
@@ -224,21 +258,18 @@ struct KeyGradient {
     Int64 begin = 0, end = block.rows;
     if (block.edge) end = 0;
     for (Int64 key = 0; key < block.tile_keys; key += kRows) {
-      const Int64 left = block.tile_keys - key;
-      Real* to = out + key * stride;
-      FORGE_UNROLL
-      for (int m = 0; m < kRows; ++m) {
-        if (m < left) __builtin_prefetch(to + m * stride + at * kLanes, 1);
-      }
+      const Sink sink = from_row(out, key);
+      prefetch_sink<kRows, Vecs>(sink, at * kLanes);
       if (block.edge) {  // rows from the first that sees the group's first key on, up to the last
-        const Int64 last = key + (left < kRows ? left : kRows) - 1;
+        const Int64 last = key + (sink.rows < kRows ? sink.rows : kRows) - 1;
         while (begin < block.rows && block.hi[begin] < key) ++begin;
         while (end < block.rows && block.lo[end] <= last) ++end;
       }
+      const Weights group{weights + key * tiling.pair_stride + begin, tiling.pair_stride, 1};
       Vec acc[kRows][Vecs];
-      multiply<kRows, Vecs>(weights + key * tiling.pair_stride + begin, tiling.pair_stride, 1,
-                            panel + begin * (Vecs * kLanes), Vecs * kLanes, end - begin, acc);
-      put<kRows, Vecs>(to, stride, left, at * kLanes, tiling.hd, alpha, add, acc);
+      multiply<kRows, Vecs>(group, panel + begin * (Vecs * kLanes), Vecs * kLanes, end - begin,
+                            acc);
+      put<kRows, Vecs>(sink, at * kLanes, acc);
     }
   }
 };
@@ -246,6 +277,10 @@ struct KeyGradient {
 // dq, unscaled: sum over keys of ds[key][row] * k[key].
 struct RowGradient {
   const BackwardBlock& block;
+
+  FORGE_MEMBER Sink sink() const {
+    return {block.dq, block.tiling.channels, block.rows, block.tiling.channels, 1, true};
+  }
 
   // As in KeyGradient.
   template <int Vecs>
@@ -260,8 +295,7 @@ struct RowGradient {
           acc[0][0] = fma(broadcast(block.ds[key * tiling.pair_stride + row]),
                           load(block.k + key * tiling.key_stride + channel), acc[0][0]);
         }
-        put<1, 1>(block.dq + row * tiling.channels, tiling.channels, 1, channel, tiling.channels, 1,
-                  true, acc);
+        put<1, 1>(from_row(sink(), row), channel, acc);
       }
     }
   }
@@ -275,12 +309,11 @@ struct RowGradient {
       const Int64 left = block.rows - row;
       const KeyRange keys = keys_seen(block, row, left < kRows ? left : kRows);
       if (keys.begin == keys.end) continue;
+      const Weights group{block.ds + keys.begin * tiling.pair_stride + row, 1, tiling.pair_stride};
       Vec acc[kRows][Vecs];
-      multiply<kRows, Vecs>(block.ds + keys.begin * tiling.pair_stride + row, 1, tiling.pair_stride,
-                            block.k + keys.begin * tiling.key_stride + at * kLanes,
+      multiply<kRows, Vecs>(group, block.k + keys.begin * tiling.key_stride + at * kLanes,
                             tiling.key_stride, keys.end - keys.begin, acc);
-      put<kRows, Vecs>(block.dq + row * tiling.channels, tiling.channels, left, at * kLanes,
-                       tiling.channels, 1, true, acc);
+      put<kRows, Vecs>(from_row(sink(), row), at * kLanes, acc);
     }
   }
 };

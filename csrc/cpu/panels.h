@@ -8,12 +8,14 @@
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 
-// Vectors of a panel of rows (scores) and of a panel of channels (gradients).
-constexpr int kRowVecs = kVectorRegisters == 32 ? 4 : 2;
+// Vectors of a panel of rows (scores): narrow, since a panel takes every key that one of its rows
+// sees.
+constexpr int kRowVecs = 2;
+// Vectors of a panel of channels (gradients).
 constexpr int kChannelVecs = kVectorRegisters == 32 ? 4 : 2;
 
-// Broadcast rows of a register tile of Vecs vectors: as many accumulators as leave room for the vectors
-// and for one broadcast.
+// Broadcast rows of a register tile of Vecs vectors: as many accumulators as leave room for the
+// vectors and for one broadcast.
 template <int Vecs>
 constexpr int tile_rows() {
   constexpr int accumulators = kVectorRegisters == 32 ? 24 : (kHasFma ? 12 : 8);
@@ -21,8 +23,8 @@ constexpr int tile_rows() {
 }
 constexpr int kMaxTileRows = kVectorRegisters == 32 ? 12 : 6;
 
-// The panel at vector `at` of `vecs`, none wider than `widest`: two middling ones rather than a whole one
-// and a single vector, whose register tile would wait for its loads.
+// The panel at vector `at` of `vecs`, none wider than `widest`: two middling ones rather than a
+// whole one and a single vector, whose register tile would wait for its loads.
 FORGE_INLINE int panel_vecs(Int64 at, Int64 vecs, int widest) {
   const Int64 left = vecs - at;
   if (left == widest + 1) return (widest + 2) / 2;
