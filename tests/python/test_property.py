@@ -92,8 +92,8 @@ def problems(draw):
 @given(problem=problems())
 def test_any_problem_against_float64(backend, kernel, problem):
     arrays, dlse, options = problem
-    # Broadcast inputs add one term over and over, and its rounding with it: the bound that holds for
-    # any order of summation, not the one that compares with a lucky plain version.
+    # Broadcast inputs add one term over and over, and its rounding with it: the bound for
+    # any order of summation, not that against a plain version which happens to be exact.
     got = check(*arrays, dlse, bound="materialized", backend=backend, kernel=kernel, **options)
     compact = [np.ascontiguousarray(x) for x in arrays]
     assert_same_bits(run(*compact, dlse, backend=backend, kernel=kernel, **options), got)
