@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from forge import _forge
+from forge._memory import check_memory
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -243,6 +244,7 @@ def compiled_options(
     if not isinstance(given.causal, (bool, np.bool_)):
         raise TypeError(f"causal must be a bool, got {type(given.causal).__name__}")
     window_left, window_right = _as_window(given.window)
+    check_memory("the key ranges", (heads.B, 3), np.dtype(np.int64))
     softcap = 0.0 if given.softcap is None else _as_real("softcap", given.softcap, dtype)
     if softcap < 0:
         raise ValueError(f"softcap must not be negative, got {given.softcap}")

@@ -78,7 +78,7 @@ SPREADS = [20.0, 1e4]
 ERROR_SHAPES = [
     {"Tq": 65, "Tk": 65, "H": 2, "Hkv": 1, "hd": 16},
     {"Tq": 33, "Tk": 130, "H": 4, "Hkv": 2, "hd": 64},
-    {"B": 2, "Tq": 129, "Tk": 97, "H": 2, "Hkv": 2, "hd": 5},
+    {"B": 2, "Tq": 129, "Tk": 97, "H": 24, "Hkv": 12, "hd": 5},  # rows enough that none decides
 ]
 ERROR_OPTIONS = [{}, {"causal": True}, {"causal": True, "window": 33}, {"softcap": 30.0}]
 
