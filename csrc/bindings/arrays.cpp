@@ -33,7 +33,7 @@ ArrayView view_of(const py::handle& object, const std::string& name) {
     throw TypeError(name + " must be float32 or float64, got " + std::string(py::str(dtype)));
   }
   const bool native = dtype.attr("isnative").cast<bool>();
-  const bool aligned = array.attr("flags").attr("aligned").cast<bool>();
+  const bool aligned = (array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) != 0;
   if (!native || !aligned) {
     throw std::invalid_argument(name + " must be aligned and of native byte order, got " +
                                 (native ? "a misaligned array" : "a byte-swapped one"));

@@ -207,13 +207,13 @@ struct BackwardCall {
   }
 };
 
-py::dict run_kernel(MaterializedKernel kernel, const Call& call, const BackwardCall& arrays,
+py::dict run_kernel(BackwardKernel kernel, const Call& call, const BackwardCall& arrays,
                     const Options& options) {
   const BackendChoice choice = choose_backend(call.problem, options.backend);
   RunInfo info;
   {
     py::gil_scoped_release release;
-    info = choice.backend->run_kernel(kernel, call.problem, {}, arrays.buffers, options.cpu_target);
+    info = choice.backend->run_kernel(kernel, call.problem, arrays.buffers.f32, options.cpu_target);
   }
   return as_dict(info, choice);
 }
@@ -227,7 +227,10 @@ void take_inputs(Call& call, const BackwardCall& arrays) {
   params.dout = call.query_like(arrays.dout);
 }
 
-py::dict attention_bwd(const py::dict& given, bool accumulate, const py::dict& given_options) {
+py::dict attention_bwd(const py::dict& arrays_given, bool accumulate,
+                       const py::dict& given_options) {
+  // A copy of the dict: it keeps the arrays alive, whatever other threads do to the caller's.
+  const py::dict given = arrays_given.attr("copy")();
   const Options options = options_of(given_options);
   const auto required = [&](const char* name) {
     if (!given.contains(name)) throw std::invalid_argument(std::string(name) + " must be given");
@@ -289,7 +292,7 @@ py::dict attention_bwd_d_f32(py::object o, py::object dout, py::object dlse, py:
   call.row_stat(arrays.d_row);
   check_output(arrays.d_row);
   arrays.fill(call.problem.dtype);
-  return run_kernel(MaterializedKernel::kBackwardD, call, arrays, options);
+  return run_kernel(BackwardKernel::kD, call, arrays, options);
 }
 
 // What the dq and the dk/dv kernel have in common.
@@ -319,7 +322,7 @@ py::dict attention_bwd_dq_f32(py::object q, py::object k, py::object v, py::obje
   call.problem.params.dq = call.query_like(arrays.dq);
   check_output(arrays.dq);
   arrays.fill(call.problem.dtype);
-  return run_kernel(MaterializedKernel::kBackwardDq, call, arrays, options);
+  return run_kernel(BackwardKernel::kDq, call, arrays, options);
 }
 
 py::dict attention_bwd_dkv_f32(py::object q, py::object k, py::object v, py::object p,
@@ -335,7 +338,7 @@ py::dict attention_bwd_dkv_f32(py::object q, py::object k, py::object v, py::obj
   check_output(arrays.dk);
   check_output(arrays.dv);
   arrays.fill(call.problem.dtype);
-  return run_kernel(MaterializedKernel::kBackwardDkv, call, arrays, options);
+  return run_kernel(BackwardKernel::kDkv, call, arrays, options);
 }
 
 }  // namespace

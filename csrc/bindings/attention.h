@@ -4,7 +4,7 @@
 
 namespace forge::bindings {
 
-// Adds Options, attention_fwd, attention_bwd and the four materialized kernels to the module.
+// Adds attention_fwd, attention_bwd and the four materialized kernels to the module.
 void register_attention(pybind11::module_& module);
 
 }  // namespace forge::bindings

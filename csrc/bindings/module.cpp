@@ -57,13 +57,11 @@ void set_num_threads(int threads) {
 
 PYBIND11_MODULE(_forge, module) {
   module.doc() = "Compiled attention kernels. The public interface is the package forge.";
-  py::register_exception_translator([](std::exception_ptr pointer) {
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const forge::TypeError& error) {
       PyErr_SetString(PyExc_TypeError, error.what());
-    } catch (const forge::DeviceError& error) {
-      PyErr_SetString(PyExc_RuntimeError, error.what());
     }
   });
   forge::bindings::register_attention(module);

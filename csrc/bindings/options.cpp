@@ -1,5 +1,7 @@
 #include "bindings/options.h"
 
+#include <stdexcept>
+
 #include "core/errors.h"
 
 namespace py = pybind11;
@@ -20,8 +22,12 @@ py::object field(const py::dict& given, const char* name) {
 std::int64_t int_field(const py::dict& given, const char* name) {
   const py::object value = field(given, name);
   if (!PyLong_Check(value.ptr()) || PyBool_Check(value.ptr())) wrong_type(name, "an int", value);
-  const long long number = PyLong_AsLongLong(value.ptr());
-  if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  int overflow = 0;
+  const long long number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+  if (overflow != 0) {
+    throw std::invalid_argument(std::string(name) + " must be within int64, got " +
+                                std::string(py::str(value)));
+  }
   return number;
 }
 
@@ -36,7 +42,10 @@ std::string text_field(const py::dict& given, const char* name) {
   if (!PyUnicode_Check(value.ptr())) wrong_type(name, "a string", value);
   Py_ssize_t size = 0;
   const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &size);
-  if (text == nullptr) throw py::error_already_set();  // a lone surrogate
+  if (text == nullptr) {
+    PyErr_Clear();
+    throw std::invalid_argument(std::string(name) + " must be valid text, got a lone surrogate");
+  }
   return std::string(text, static_cast<std::size_t>(size));
 }
 

@@ -29,12 +29,18 @@ BackendChoice choose_backend(const Problem& problem, const std::string& name) {
   if (choice.passed_over.empty()) {
     throw std::invalid_argument("backend must be one of " + names + ", got '" + name + "'");
   }
+  const std::string kernel = family_name(problem.family);
+  if (!name.empty()) {
+    throw std::invalid_argument("backend must be one that can serve this call with kernel='" +
+                                kernel + "', got '" + name +
+                                "': " + choice.passed_over.front().second);
+  }
   std::string reasons;
   for (const auto& [backend, reason] : choice.passed_over) {
     reasons += (reasons.empty() ? "" : "; ") + backend + ": " + reason;
   }
-  throw std::invalid_argument("no backend can serve this call with kernel='" +
-                              std::string(family_name(problem.family)) + "': " + reasons);
+  throw std::invalid_argument("kernel must be one that a backend can serve, got '" + kernel +
+                              "': " + reasons);
 }
 
 }  // namespace forge

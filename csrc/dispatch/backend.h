@@ -22,8 +22,8 @@ struct RunInfo {
   int threads = 1;
 };
 
-// The four materialized kernels, one by one.
-enum class MaterializedKernel { kForward, kBackwardD, kBackwardDq, kBackwardDkv };
+// The materialized backward kernels, one by one, in float32; the forward is one kernel already.
+enum class BackwardKernel { kD, kDq, kDkv };
 
 // Arrays of the dtype that problem.dtype names; the other member is unused.
 template <template <typename> class Arrays>
@@ -48,8 +48,8 @@ class Backend {
   // accumulate: add to what dq, dk and dv hold; otherwise they are overwritten.
   virtual RunInfo backward(const Problem& problem, const BackwardBuffers& arrays, bool accumulate,
                            const std::string& cpu_target) const = 0;
-  virtual RunInfo run_kernel(MaterializedKernel kernel, const Problem& problem,
-                             const ForwardBuffers& forward, const BackwardBuffers& backward,
+  virtual RunInfo run_kernel(BackwardKernel kernel, const Problem& problem,
+                             const BackwardArrays<float>& arrays,
                              const std::string& cpu_target) const = 0;
 };
 

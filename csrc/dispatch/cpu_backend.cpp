@@ -80,21 +80,17 @@ CpuTarget backward_of(const Problem& problem, BackwardArrays<Real> arrays, bool 
   return materialized_backward(problem, arrays, accumulate, target);
 }
 
-template <typename Real>
-CpuTarget run_materialized(MaterializedKernel kernel, const Problem& problem,
-                           const ForwardArrays<Real>& forward, const BackwardArrays<Real>& backward,
-                           CpuTarget target) {
+CpuTarget run_backward_kernel(BackwardKernel kernel, const Problem& problem,
+                              const BackwardArrays<float>& arrays, CpuTarget target) {
   switch (kernel) {
-    case MaterializedKernel::kForward:
-      return reference::attention_fwd(problem, forward, target);
-    case MaterializedKernel::kBackwardD:
-      return reference::attention_bwd_d(problem, backward, target);
-    case MaterializedKernel::kBackwardDq:
-      return reference::attention_bwd_dq(problem, backward, target);
-    case MaterializedKernel::kBackwardDkv:
+    case BackwardKernel::kD:
+      return reference::attention_bwd_d(problem, arrays, target);
+    case BackwardKernel::kDq:
+      return reference::attention_bwd_dq(problem, arrays, target);
+    case BackwardKernel::kDkv:
       break;
   }
-  return reference::attention_bwd_dkv(problem, backward, target);
+  return reference::attention_bwd_dkv(problem, arrays, target);
 }
 
 class CpuBackend final : public Backend {
@@ -116,12 +112,13 @@ class CpuBackend final : public Backend {
 
   RunInfo forward(const Problem& problem, const ForwardBuffers& arrays,
                   const std::string& cpu_target) const override {
-    if (problem.family == Family::kMaterialized) {
-      return run_kernel(MaterializedKernel::kForward, problem, arrays, {}, cpu_target);
-    }
     const ThreadCountScope scope;
-    const CpuTarget target = choose_cpu_target(cpu_target);
-    if (nothing_to_see(problem.params)) {
+    CpuTarget target = choose_cpu_target(cpu_target);
+    if (problem.dtype == DType::kFloat64) {
+      target = reference::attention_fwd(problem, arrays.f64, target);
+    } else if (problem.family == Family::kMaterialized) {
+      target = reference::attention_fwd(problem, arrays.f32, target);
+    } else if (nothing_to_see(problem.params)) {
       forward_of_nothing(problem, arrays.f32);
     } else {
       cpu::attention_fwd(problem, arrays.f32, target);
@@ -139,17 +136,12 @@ class CpuBackend final : public Backend {
     return info(problem.family, backward_of(problem, arrays.f32, accumulate, target));
   }
 
-  RunInfo run_kernel(MaterializedKernel kernel, const Problem& problem,
-                     const ForwardBuffers& forward, const BackwardBuffers& backward,
+  RunInfo run_kernel(BackwardKernel kernel, const Problem& problem,
+                     const BackwardArrays<float>& arrays,
                      const std::string& cpu_target) const override {
     const ThreadCountScope scope;
     const CpuTarget target = choose_cpu_target(cpu_target);
-    if (problem.dtype == DType::kFloat64) {
-      return info(problem.family,
-                  run_materialized(kernel, problem, forward.f64, backward.f64, target));
-    }
-    return info(problem.family,
-                run_materialized(kernel, problem, forward.f32, backward.f32, target));
+    return info(problem.family, run_backward_kernel(kernel, problem, arrays, target));
   }
 
  private:

@@ -18,8 +18,8 @@ class NoMetalBackend final : public Backend {
                    const std::string&) const override {
     refuse();
   }
-  RunInfo run_kernel(MaterializedKernel, const Problem&, const ForwardBuffers&,
-                     const BackwardBuffers&, const std::string&) const override {
+  RunInfo run_kernel(BackwardKernel, const Problem&, const BackwardArrays<float>&,
+                     const std::string&) const override {
     refuse();
   }
 

@@ -6,9 +6,9 @@ import os as _os
 from typing import Any
 
 from forge import _forge, kernels
+from forge._arrays import as_int as _as_int
 from forge._arrays import empty
 from forge._attention import attention, attention_backward, attention_forward
-from forge._options import as_int as _as_int
 from forge._run import last_run
 from forge._saved import Saved
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import operator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,11 +15,19 @@ Array = np.ndarray[Any, np.dtype[Any]]
 IN_PLACE = "in place"
 
 
-def as_input(name: str, value: object) -> tuple[Array, str]:
-    """Return ``value`` as an array that the kernels can read, and how it got there.
+class Input(NamedTuple):
+    """An input: what the kernels read, the caller's own array, and how one became the other."""
 
-    The second item is ``"in place"`` or ``"copied: <reason>"``. Nothing is cast: the dtype must be
-    float32 or float64 already.
+    array: Array
+    given: Array
+    how: str
+    """``"in place"`` or ``"copied: <reason>"``."""
+
+
+def as_input(name: str, value: object) -> Input:
+    """Return ``value`` as an array that the kernels can read.
+
+    Nothing is cast: the dtype must be float32 or float64 already.
 
     Raises:
         TypeError: ``value`` is no array, has masked elements, or has another dtype.
@@ -30,22 +40,27 @@ def as_input(name: str, value: object) -> tuple[Array, str]:
         )
     reason = _why_copy(array)
     if reason is None:
-        return array, IN_PLACE
-    return np.array(array, dtype=dtype.newbyteorder("="), order="C"), f"copied: {reason}"
+        return Input(array, array, IN_PLACE)
+    check_memory({f"a copy of {name}": array.shape}, dtype)
+    copy = np.array(array, dtype=dtype.newbyteorder("="), order="C")
+    return Input(copy, array, f"copied: {reason}")
 
 
 def _as_ndarray(name: str, value: object) -> Array:
     if type(value) is np.ndarray:
         return value
-    if isinstance(value, np.ma.MaskedArray):
-        if np.ma.is_masked(value):
-            raise TypeError(f"{name} must not have masked elements, got a masked array with some")
-        return np.asarray(value.data)
     if isinstance(value, np.ndarray):
-        return value.view(np.ndarray)
+        return unmasked(name, value)
     if hasattr(value, "__array__") and not isinstance(value, (np.generic, type)):
-        return np.asarray(value)
+        return unmasked(name, np.asanyarray(value))
     raise TypeError(f"{name} must be a NumPy array, got {type(value).__name__}")
+
+
+def unmasked(name: str, array: Array) -> Array:
+    """Return the plain ndarray behind a subclass; masked elements are a TypeError."""
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        raise TypeError(f"{name} must not have masked elements, got a masked array with some")
+    return array.view(np.ndarray)
 
 
 def _why_copy(array: Array) -> str | None:
@@ -64,7 +79,7 @@ def as_output(name: str, value: object, shape: tuple[int, ...], dtype: np.dtype[
     Raises:
         TypeError: no ndarray, or of another dtype.
         ValueError: another shape, read-only, misaligned, byte-swapped, a last axis that has no unit
-            stride, or a zero stride on an axis longer than 1.
+            stride, or elements that overlap (a zero stride on an axis longer than 1, say).
     """
     if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name} must be a NumPy array to write into, got {type(value).__name__}")
@@ -77,10 +92,27 @@ def as_output(name: str, value: object, shape: tuple[int, ...], dtype: np.dtype[
     reason = _why_copy(value)
     if reason is not None:
         raise ValueError(f"{name} must be written in place, got an array that is {reason}")
-    for axis, (extent, stride) in enumerate(zip(value.shape, value.strides, strict=True)):
-        if value.size and extent > 1 and stride == 0:
-            raise ValueError(f"{name} must have no zero stride, got one on axis {axis}")
+    _refuse_self_overlap(name, value)
     return value.view(np.ndarray)
+
+
+def _refuse_self_overlap(name: str, array: Array) -> None:
+    """Refuse arrays where two indices may mean one address: each stride must step over the smaller.
+
+    That is sufficient, not necessary: an exotic interleaving without overlap is refused as well.
+    """
+    if not array.size:
+        return
+    span = array.itemsize
+    axes = zip(array.shape, array.strides, range(array.ndim), strict=True)
+    for extent, stride, axis in sorted(axes, key=lambda item: abs(item[1])):
+        if extent < 2:
+            continue
+        if stride == 0:
+            raise ValueError(f"{name} must have no zero stride, got one on axis {axis}")
+        if abs(stride) < span:
+            raise ValueError(f"{name} must not overlap itself, got strides {array.strides}")
+        span += (extent - 1) * abs(stride)
 
 
 def check_overlap(outputs: dict[str, Array], inputs: dict[str, Array]) -> None:
@@ -95,16 +127,6 @@ def check_overlap(outputs: dict[str, Array], inputs: dict[str, Array]) -> None:
         for other, array in {**inputs, **others}.items():
             if np.shares_memory(outputs[name], array):
                 raise ValueError(f"{name} must not overlap {other}, got arrays that share memory")
-
-
-def new_array(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Allocate an output, after asking whether it fits.
-
-    Raises:
-        MemoryError: it does not.
-    """
-    check_memory(name, shape, dtype)
-    return np.empty(shape, dtype)
 
 
 def split_heads(array: Array, heads: int) -> Array:
@@ -127,21 +149,37 @@ def empty(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Array:
 
     Raises:
         MemoryError: more bytes than the process can get.
-        TypeError: a dtype that holds Python objects.
+        TypeError: a shape that is no int or tuple of ints, or a dtype that holds Python objects.
+        ValueError: a negative extent.
     """
-    kind = np.dtype(dtype)
-    if kind.hasobject:
-        raise TypeError(f"dtype must hold no Python objects, got {kind}")
-    extents = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+    try:
+        kind = np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"dtype must be a NumPy dtype, got {dtype!r}") from error
+    if kind.hasobject or kind.subdtype is not None or kind.itemsize == 0:
+        raise TypeError(f"dtype must have a fixed size and hold no Python objects, got {kind}")
+    given = shape if isinstance(shape, (tuple, list)) else (shape,)
+    extents = tuple(as_int("shape", extent) for extent in given)
     if any(extent < 0 for extent in extents):
         raise ValueError(f"shape must not be negative, got {shape}")
-    nbytes = check_memory("the array", extents, kind)
+    check_memory({"the array": extents}, kind)
+    nbytes = math.prod(extents) * kind.itemsize
     page = _page_size()
     whole = max(1, -(-nbytes // page)) * page
     block = np.empty(whole + page, np.uint8)
     start = -block.ctypes.data % page
     array: Array = block[start : start + nbytes].view(kind).reshape(extents)
     return array
+
+
+def as_int(name: str, value: object, expected: str = "an int") -> int:
+    """Return an int; bools and floats are TypeError."""
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}") from error
 
 
 def _page_size() -> int:

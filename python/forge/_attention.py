@@ -11,7 +11,6 @@ from forge._arrays import (
     as_input,
     as_output,
     check_overlap,
-    new_array,
     split_heads,
 )
 from forge._memory import check_memory
@@ -26,8 +25,6 @@ from forge._options import (
 )
 from forge._saved import Call, Saved
 
-_P_INSTEAD = "kernel='fused' needs no p"
-
 
 def _check_dtype(arrays: dict[str, Array], kernel: str) -> None:
     dtype = arrays["q"].dtype
@@ -41,56 +38,64 @@ def _check_dtype(arrays: dict[str, Array], kernel: str) -> None:
 
 
 def _prepare(
-    q: object,
-    k: object,
-    v: object,
+    values: dict[str, object],
     given: MaskAndScale,
-    num_heads: int | None,
-    num_kv_heads: int | None,
+    head_counts_given: tuple[int | None, int | None],
     kernel: object,
     backend: object,
 ) -> Call:
     family = kernel_name(kernel)
-    inputs, how = {}, {}
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        inputs[name], how[name] = as_input(name, value)
-    _check_dtype(inputs, family)
-    heads = head_counts(inputs["q"], inputs["k"], inputs["v"], num_heads, num_kv_heads)
+    inputs = {name: as_input(name, value) for name, value in values.items()}
+    arrays = {name: taken.array for name, taken in inputs.items()}
+    q, k, v = arrays.values()
+    _check_dtype(arrays, family)
+    heads = head_counts(q, k, v, *head_counts_given)
     return Call(
-        q=split_heads(inputs["q"], heads.H),
-        k=split_heads(inputs["k"], heads.Hkv),
-        v=split_heads(inputs["v"], heads.Hkv),
-        ndim=inputs["q"].ndim,
+        q=split_heads(q, heads.H),
+        k=split_heads(k, heads.Hkv),
+        v=split_heads(v, heads.Hkv),
+        ndim=q.ndim,
         heads=heads,
-        options=compiled_options(given, heads, inputs["q"].dtype, family, backend_name(backend)),
+        options=compiled_options(given, heads, q.dtype, family, backend_name(backend)),
         kernel=family,
-        arrays=how,
+        given={name: taken.given for name, taken in inputs.items()},
+        arrays={name: taken.how for name, taken in inputs.items()},
     )
 
 
 def _forward(call: Call, out: object) -> tuple[Array, Saved]:
     shape, dtype = call.query_shape(), call.q.dtype
     sizes = call.heads
-    probs = None
+    needed: dict[str, tuple[int, ...]] = {"row_max": call.row_shape(), "row_sum": call.row_shape()}
     if call.kernel == "materialized":
-        p_shape = (sizes.B, sizes.H, sizes.Tq, sizes.Tk)
-        check_memory("p", p_shape, dtype, _P_INSTEAD)
+        needed["p"] = (sizes.B, sizes.H, sizes.Tq, sizes.Tk)
     if out is None:
-        o: Array = new_array("out", shape, dtype)
-        result = o
+        needed["out"] = shape
     else:
-        o = as_output("out", out, shape, dtype)
-        check_overlap({"out": o}, {"q": call.q, "k": call.k, "v": call.v})
-        result = out  # type: ignore[assignment]
-    if call.kernel == "materialized":
-        probs = np.empty(p_shape, dtype)
-    row_max = np.empty(call.row_shape(), dtype)
-    row_sum = np.empty(call.row_shape(), dtype)
+        as_output("out", out, shape, dtype)
+        check_overlap({"out": np.asarray(out)}, call.given)
+    check_memory(needed, dtype, _less_memory(call))
+    new = {name: np.empty(extents, dtype) for name, extents in needed.items()}
+    result: Array = new["out"] if out is None else out  # type: ignore[assignment]
+    o = np.asarray(result)
     ran = _forge.attention_fwd(
-        call.q, call.k, call.v, split_heads(o, sizes.H), probs, row_max, row_sum, call.options
+        call.q,
+        call.k,
+        call.v,
+        split_heads(o, sizes.H),
+        new.get("p"),
+        new["row_max"],
+        new["row_sum"],
+        call.options,
     )
     _run.record(ran, call.kernel, call.arrays)
-    return result, Saved(call, o, row_max, row_sum, probs, ran["backend"])
+    return result, Saved(call, o, new["row_max"], new["row_sum"], new.get("p"), ran["backend"])
+
+
+def _less_memory(call: Call) -> str:
+    if call.kernel == "fused":
+        return ""
+    return "kernel='fused' needs no p" + (" (in float32)" if call.q.dtype == np.float64 else "")
 
 
 def attention(
@@ -145,7 +150,10 @@ def attention(
         MemoryError: ``p`` or the result does not fit; raised before anything is allocated.
         RuntimeError: the device failed; the content of ``out`` is then undefined.
     """
-    given = MaskAndScale(
+    return attention_forward(
+        q,
+        k,
+        v,
         causal=causal,
         window=window,
         softcap=softcap,
@@ -153,8 +161,12 @@ def attention(
         query_offset=query_offset,
         key_start=key_start,
         key_end=key_end,
-    )
-    return _forward(_prepare(q, k, v, given, num_heads, num_kv_heads, kernel, backend), out)[0]
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        kernel=kernel,
+        backend=backend,
+        out=out,
+    )[0]
 
 
 def attention_forward(
@@ -191,7 +203,8 @@ def attention_forward(
         key_start=key_start,
         key_end=key_end,
     )
-    return _forward(_prepare(q, k, v, given, num_heads, num_kv_heads, kernel, backend), out)
+    values = {"q": q, "k": k, "v": v}
+    return _forward(_prepare(values, given, (num_heads, num_kv_heads), kernel, backend), out)
 
 
 def attention_backward(
@@ -234,47 +247,42 @@ def attention_backward(
         raise TypeError(f"accumulate must be a bool, got {type(accumulate).__name__}")
     call = saved._call
     dtype = call.q.dtype
-    gradient, how = as_input("dout", dout)
-    arrays = {**call.arrays, "dout": how}
-    inputs = {"dout": gradient}
+    given = {"dout": as_input("dout", dout)}
     if dlse is not None:
-        inputs["dlse"], arrays["dlse"] = as_input("dlse", dlse)
+        given["dlse"] = as_input("dlse", dlse)
+    inputs = {name: taken.array for name, taken in given.items()}
+    arrays = {**call.arrays, **{name: taken.how for name, taken in given.items()}}
     for name, array in inputs.items():
         if array.dtype != dtype:
             raise TypeError(f"{name} must be {dtype} as q is, got {array.dtype}")
         expected = call.query_shape() if name == "dout" else call.row_shape()
         if array.shape != expected:
             raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
-    outputs, results = _gradients(call, saved, inputs, {"dq": dq, "dk": dk, "dv": dv}, accumulate)
+    read = {name: taken.given for name, taken in given.items()}
+    outputs, results = _gradients(saved, read, {"dq": dq, "dk": dk, "dv": dv}, bool(accumulate))
     _run_backward(saved, inputs, outputs, bool(accumulate), arrays)
     return results["dq"], results["dk"], results["dv"]
 
 
 def _gradients(
-    call: Call,
-    saved: Saved,
-    inputs: dict[str, Array],
-    given: dict[str, Array | None],
-    accumulate: bool,
+    saved: Saved, read: dict[str, Array], given: dict[str, Array | None], accumulate: bool
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Return the arrays to write into and those to return: views of, or the very arrays given."""
+    call, dtype = saved._call, saved._call.q.dtype
     shapes = {"dq": call.query_shape(), "dk": call.key_shape(), "dv": call.key_shape()}
     outputs, results = {}, {}
     for name, value in given.items():
         if value is not None:
-            outputs[name] = as_output(name, value, shapes[name], call.q.dtype)
+            outputs[name] = as_output(name, value, shapes[name], dtype)
             results[name] = value
         elif accumulate:
             raise ValueError(f"{name} must be given to accumulate into, got None")
     if outputs:
-        read = {"q": call.q, "k": call.k, "v": call.v, "out": saved.out}
-        read.update(inputs, row_max=saved.row_max, row_sum=saved.row_sum)
-        if saved._probs is not None:
-            read["probs"] = saved._probs
-        check_overlap(outputs, read)
-    for name, shape in shapes.items():
-        if name not in outputs:
-            outputs[name] = results[name] = new_array(name, shape, call.q.dtype)
+        check_overlap(outputs, {**call.given, **read, **saved._arrays()})
+    needed = {name: shape for name, shape in shapes.items() if name not in outputs}
+    check_memory({**needed, "d_row": call.row_shape()}, dtype)
+    for name, shape in needed.items():
+        outputs[name] = results[name] = np.empty(shape, dtype)
     return outputs, results
 
 

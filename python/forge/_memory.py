@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,35 @@ import numpy as np
 _SMALL = 64 << 20
 
 
-def check_memory(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], instead: str = "") -> int:
-    """Return the bytes of an array of that shape, or refuse it where memory will not do.
+def check_memory(
+    shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[Any], instead: str = ""
+) -> None:
+    """Refuse a call whose new arrays, all together, do not fit, before any is allocated.
+
+    Args:
+        shapes: the shape of each array by name.
+        dtype: their dtype.
+        instead: what to do about it, for the message.
 
     Raises:
         MemoryError: saying how many bytes it takes, how many there are, and ``instead``.
     """
-    nbytes = math.prod(int(extent) for extent in shape) * dtype.itemsize
-    if nbytes > _SMALL:
-        available = available_memory()
-        if nbytes > available:
-            hint = f"; {instead}" if instead else ""
-            raise MemoryError(
-                f"{name} of shape {tuple(shape)} takes {nbytes} bytes, "
-                f"{available} are available{hint}"
-            )
-    return nbytes
+    sizes = {
+        name: math.prod(int(extent) for extent in shape) * dtype.itemsize
+        for name, shape in shapes.items()
+    }
+    total = sum(sizes.values())
+    if total <= _SMALL:
+        return
+    available = available_memory()
+    if total > available:
+        largest = max(sizes, key=lambda name: sizes[name])
+        among = "" if len(sizes) == 1 else f" of {total} in all"
+        hint = f"; {instead}" if instead else ""
+        raise MemoryError(
+            f"{largest} of shape {tuple(shapes[largest])} takes {sizes[largest]} bytes{among}, "
+            f"{available} are available{hint}"
+        )
 
 
 def available_memory() -> int:
@@ -48,18 +62,44 @@ def _physical_memory() -> int:
 
 
 def _cgroup_headroom() -> int | None:
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
+    """Return the least that any cgroup of this process leaves, up to the root; None: no limit."""
+    headrooms = []
+    for folder, limit, usage in _cgroup_folders():
         try:
-            return max(0, int(Path(limit).read_text()) - int(Path(usage).read_text()))
+            used = int((folder / usage).read_text()) - _reclaimable(folder)
+            headrooms.append(max(0, int((folder / limit).read_text()) - used))
         except (OSError, ValueError):  # no such file, or "max"
             continue
-    return None
+    return min(headrooms, default=None)
+
+
+def _cgroup_folders() -> list[tuple[Path, str, str]]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        own = root / path.strip("/")
+        folders += [(at, *names) for at in (own, *own.parents) if at.is_relative_to(root)]
+    return folders
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache that counts as used but is given back on demand."""
+    for line in (folder / "memory.stat").read_text().splitlines():
+        name, size = line.split()
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(size)
+    return 0
 
 
 def _address_space_headroom() -> int | None:

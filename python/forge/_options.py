@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from forge import _forge
+from forge._arrays import Array, as_int, unmasked
 from forge._memory import check_memory
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 Window = int | tuple[int, int] | None
 Positions = int | Array | None
@@ -37,30 +35,39 @@ class Heads:
 
 
 def head_counts(
-    q: Array, k: Array, v: Array, num_heads: int | None, num_kv_heads: int | None
+    q: Array,
+    k: Array,
+    v: Array,
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> Heads:
-    """Return the sizes that q, k and v agree on.
+    """Return the sizes that q, k and v agree on; ``names`` is what to call them in errors.
 
     Raises:
         TypeError: a head count that is no int.
         ValueError: ranks, widths, lengths or head counts that contradict one another.
     """
+    q_name, k_name, v_name = names
     if q.ndim not in (3, 4):
-        raise ValueError(f"q must be [B, T, heads, hd] or [B, T, heads * hd], got shape {q.shape}")
-    for name, array in (("k", k), ("v", v)):
+        raise ValueError(
+            f"{q_name} must be [B, T, heads, hd] or [B, T, heads * hd], got shape {q.shape}"
+        )
+    for name, array in ((k_name, k), (v_name, v)):
         if array.ndim != q.ndim:
             raise ValueError(
-                f"{name} must have the rank of q, got shapes {array.shape} and {q.shape}"
+                f"{name} must have the rank of {q_name}, got shapes {array.shape} and {q.shape}"
             )
         if array.shape[0] != q.shape[0]:
             raise ValueError(
-                f"{name} must have the batch of q, got {array.shape[0]} and {q.shape[0]}"
+                f"{name} must have the batch of {q_name}, got {array.shape[0]} and {q.shape[0]}"
             )
     if v.shape != k.shape:
-        raise ValueError(f"v must have the shape of k, got {v.shape} and {k.shape}")
+        raise ValueError(f"{v_name} must have the shape of {k_name}, got {v.shape} and {k.shape}")
     H = None if num_heads is None else as_int("num_heads", num_heads)
     Hkv = None if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads)
-    sizes = (_heads_of_4d if q.ndim == 4 else _heads_of_3d)(q, k, H, Hkv)
+    given = ((q_name, q), (k_name, k))
+    sizes = (_heads_of_4d if q.ndim == 4 else _heads_of_3d)(given, H, Hkv)
     if sizes.H % sizes.Hkv:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got {sizes.H} and {sizes.Hkv}"
@@ -68,35 +75,43 @@ def head_counts(
     return sizes
 
 
-def _heads_of_4d(q: Array, k: Array, H: int | None, Hkv: int | None) -> Heads:
-    for option, given, name, array in (
-        ("num_heads", H, "q", q),
-        ("num_kv_heads", Hkv, "k", k),
+NamedArrays = tuple[tuple[str, Array], tuple[str, Array]]
+
+
+def _heads_of_4d(given: NamedArrays, H: int | None, Hkv: int | None) -> Heads:
+    (q_name, q), (k_name, k) = given
+    for option, count, (name, array) in zip(
+        ("num_heads", "num_kv_heads"), (H, Hkv), given, strict=True
     ):
-        if given is not None and given != array.shape[2]:
+        if count is not None and count != array.shape[2]:
             raise ValueError(
-                f"{option} must agree with {name}'s shape, got {given} and {array.shape}"
+                f"{option} must agree with {name}'s shape, got {count} and {array.shape}"
             )
-    for name, array in (("q", q), ("k", k)):
+    for name, array in given:
         if array.shape[2] < 1:
             raise ValueError(f"{name} must have at least one head, got shape {array.shape}")
         if array.shape[3] < 1:
             raise ValueError(f"{name} must have a head dim of at least 1, got shape {array.shape}")
     if k.shape[3] != q.shape[3]:
-        raise ValueError(f"k must have the head dim of q, got {k.shape[3]} and {q.shape[3]}")
+        raise ValueError(
+            f"{k_name} must have the head dim of {q_name}, got {k.shape[3]} and {q.shape[3]}"
+        )
     return Heads(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
 
 
-def _heads_of_3d(q: Array, k: Array, H: int | None, Hkv: int | None) -> Heads:
+def _heads_of_3d(given: NamedArrays, H: int | None, Hkv: int | None) -> Heads:
+    (q_name, q), (k_name, k) = given
     if H is None:
-        raise ValueError(f"num_heads must be given for 3-D arrays, got None with q {q.shape}")
+        raise ValueError(
+            f"num_heads must be given for 3-D arrays, got None with {q_name} {q.shape}"
+        )
     if H < 1:
         raise ValueError(f"num_heads must be at least 1, got {H}")
     if Hkv is None:
         Hkv = H
     if Hkv < 1:
         raise ValueError(f"num_kv_heads must be at least 1, got {Hkv} with num_heads {H}")
-    for name, array, heads in (("q", q, H), ("k", k, Hkv)):
+    for (name, array), heads in zip(given, (H, Hkv), strict=True):
         if array.shape[2] < 1 or array.shape[2] % heads:
             raise ValueError(
                 f"{name} must have a last axis that is a positive multiple of its {heads} heads, "
@@ -105,20 +120,10 @@ def _heads_of_3d(q: Array, k: Array, H: int | None, Hkv: int | None) -> Heads:
     hd = q.shape[2] // H
     if k.shape[2] // Hkv != hd:
         raise ValueError(
-            f"k must have the head dim of q, got {k.shape[2]} / {Hkv} heads and "
+            f"{k_name} must have the head dim of {q_name}, got {k.shape[2]} / {Hkv} heads and "
             f"{q.shape[2]} / {H} heads"
         )
     return Heads(q.shape[0], q.shape[1], k.shape[1], H, Hkv, hd)
-
-
-def as_int(name: str, value: object) -> int:
-    """Return an int; bools and floats are TypeError."""
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    try:
-        return operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from error
 
 
 def _as_real(name: str, value: object, dtype: np.dtype[Any]) -> float:
@@ -147,23 +152,28 @@ def _as_window(window: object) -> tuple[int, int]:
         left, right = (as_int("window", end) for end in window)
         if left < -1 or right < -1:
             raise ValueError(f"window must have ends of at least -1, got {window}")
-        return min(left, _INT64_MAX), min(right, _INT64_MAX)
-    width = as_int("window", window)
+        return _no_limit_beyond_int64(left), _no_limit_beyond_int64(right)
+    width = as_int("window", window, "an int or a tuple (left, right)")
     if width < 1:
         raise ValueError(f"window must be at least 1, got {width}")
-    return min(width - 1, _INT64_MAX), -1
+    return _no_limit_beyond_int64(width - 1), -1
+
+
+def _no_limit_beyond_int64(end: int) -> int:
+    return end if end <= _INT64_MAX else -1
 
 
 def _as_positions(name: str, value: object, B: int, lo: int, hi: int) -> Array | int:
     if isinstance(value, np.ndarray) and value.ndim:
+        value = unmasked(name, value)
         if value.dtype.kind not in "iu":
-            raise TypeError(f"{name} must be an int or an integer array, got {value.dtype}")
+            raise TypeError(f"{name} must be an int or an int array [B], got {value.dtype}")
         if value.shape != (B,):
             raise ValueError(f"{name} must have shape ({B},), got {value.shape}")
         ends = [int(value.min()), int(value.max())] if B else []
         position: Array | int = value
     else:
-        position = as_int(name, value)
+        position = as_int(name, value, "an int or an int array [B]")
         ends = [position]
     for end in ends:
         if not lo <= end <= hi:
@@ -244,7 +254,7 @@ def compiled_options(
     if not isinstance(given.causal, (bool, np.bool_)):
         raise TypeError(f"causal must be a bool, got {type(given.causal).__name__}")
     window_left, window_right = _as_window(given.window)
-    check_memory("the key ranges", (heads.B, 3), np.dtype(np.int64))
+    check_memory({"the key ranges": (heads.B, 3)}, np.dtype(np.int64))
     softcap = 0.0 if given.softcap is None else _as_real("softcap", given.softcap, dtype)
     if softcap < 0:
         raise ValueError(f"softcap must not be negative, got {given.softcap}")

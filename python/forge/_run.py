@@ -18,9 +18,9 @@ def last_run() -> dict[str, Any] | None:
 
     Returns:
         A dict with ``backend``, ``kernel`` (the family that ran), ``requested_kernel``,
-        ``cpu_target`` (the instruction set), ``threads``, ``passed_over`` (backends that were asked
-        first and could not serve, with their reasons) and ``arrays`` (for each input
-        ``"in place"`` or ``"copied: <reason>"``).
+        ``cpu_target`` (the instruction set), ``threads`` (the most it could use),
+        ``passed_over`` (backends that were asked first and could not serve, with their reasons) and
+        ``arrays`` (for each input ``"in place"`` or ``"copied: <reason>"``).
     """
     last = getattr(_state, "last", None)
     if last is None:

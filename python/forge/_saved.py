@@ -25,7 +25,10 @@ class Call:
     heads: Heads
     options: Options
     kernel: str
+    given: dict[str, Array]
+    """The caller's own q, k and v, where a copy is read."""
     arrays: dict[str, str]
+    """What became of them, for last_run()."""
 
     def query_shape(self) -> tuple[int, ...]:
         sizes = self.heads
@@ -105,6 +108,13 @@ class Saved:
     def v(self) -> Array:
         """The values the forward read, in the rank they came in."""
         return self._call.v.reshape(self._call.key_shape())
+
+    def _arrays(self) -> dict[str, Array]:
+        """Return what the backward reads besides q, k, v and dout, by name."""
+        arrays = {"out": self.out, "row_max": self.row_max, "row_sum": self.row_sum}
+        if self._probs is not None:
+            arrays["probs"] = self._probs
+        return arrays
 
     def __repr__(self) -> str:
         sizes = self._call.heads

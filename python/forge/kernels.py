@@ -23,7 +23,6 @@ from forge._options import (
     MaskAndScale,
     Positions,
     Window,
-    as_int,
     backend_name,
     compiled_options,
     head_counts,
@@ -114,11 +113,8 @@ def attention_bwd_d_f32(
         ValueError: a wrong shape or layout, or an output that overlaps an input.
     """
     inputs = _inputs(o=o, dout=dout)
-    if num_heads is None and inputs["o"].ndim == 3:
-        raise ValueError("num_heads must be given for 3-D arrays, got None")
-    if num_heads is not None:
-        as_int("num_heads", num_heads)
-    heads = head_counts(inputs["o"], inputs["o"], inputs["o"], num_heads, None)
+    o = inputs["o"]
+    heads = head_counts(o, o, o, num_heads, None, names=("o", "o", "o"))
     if inputs["dout"].shape != inputs["o"].shape:
         raise ValueError(
             f"dout must have the shape of o, got {inputs['dout'].shape} and {inputs['o'].shape}"
@@ -250,7 +246,7 @@ _CONTIGUOUS = frozenset({"p", "row_max", "row_sum", "d_row", "dlse"})
 def _inputs(**values: object) -> dict[str, Array]:
     arrays = {}
     for name, value in values.items():
-        array, how = as_input(name, value)
+        array, _, how = as_input(name, value)
         if array.dtype != _FLOAT32:
             raise TypeError(f"{name} must be float32, got {array.dtype}")
         if how != IN_PLACE:

@@ -336,3 +336,36 @@ def test_a_refused_call_leaves_the_record_of_the_last_run(rng):
     with pytest.raises(ValueError, match=r"^window"):
         forge.attention(q, k, v, window=0)
     assert forge.last_run() == before
+
+
+def test_positions_must_not_be_masked():
+    x = np.ones((2, 3, 1, 4), np.float32)
+    masked = np.ma.array([0, 2], mask=[False, True])
+    with pytest.raises(TypeError, match=r"^key_start must not have masked elements"):
+        forge.attention(x, x, x, key_start=masked)
+
+
+def test_a_mask_behind_the_array_protocol_is_not_dropped():
+    class Wrapper:
+        def __array__(self, dtype=None, copy=None):
+            return np.ma.array(np.ones((1, 2, 1, 4), np.float32), mask=True)
+
+    x = np.ones((1, 2, 1, 4), np.float32)
+    with pytest.raises(TypeError, match=r"^v must not have masked elements"):
+        forge.attention(x, x, Wrapper())
+
+
+def test_outputs_must_not_overlap_themselves():
+    x = np.ones((1, 3, 2, 2), np.float32)
+    out = np.lib.stride_tricks.as_strided(np.zeros(64, np.float32), x.shape, (0, 4, 8, 4))
+    with pytest.raises(ValueError, match=r"^out must not overlap itself"):
+        forge.attention(x, x, x, out=out)
+
+
+def test_out_must_not_overlap_an_input_that_is_copied():
+    memory = np.ones((1, 3, 2, 2), np.float32)
+    swapped = memory.view(">f4")
+    x = np.ones((1, 3, 2, 2), np.float32)
+    with pytest.raises(ValueError, match=r"^out must not overlap q"):
+        forge.attention(swapped, x, x, out=memory)
+    assert (memory == 1).all()

@@ -201,3 +201,12 @@ def test_hidden_keys_have_no_influence(backend, kernel, rng):
     assert_same_bits(got, want)
     assert not got.dk[0, 4:].any()
     assert not got.dv[1, :3].any()
+
+
+@pytest.mark.parametrize("width", [2**63 + 1, 2**65, 2**200])
+def test_a_window_beyond_int64_is_no_limit(width, backend, kernel):
+    q, v = np.zeros((1, 3, 1, 1), np.float32), np.arange(3, dtype=np.float32).reshape(1, 3, 1, 1)
+    for window in (width, (width, -1), (-1, width)):
+        options = {"window": window, "query_offset": 2**63 - 1}
+        out = forge.attention(q, q, v, backend=backend, kernel=kernel, **options)
+        np.testing.assert_array_equal(out.ravel(), 1)
