@@ -67,8 +67,9 @@ def test_shared_headers_need_nothing_but_the_standard_library(path):
 def all_code():
     shaders = ROOT / "shaders"
     yield from sources(CSRC)
+    yield from sources(ROOT / "tests" / "cpp")
     yield from sources(shaders) if shaders.is_dir() else ()
-    for folder in ("python", "tests/python"):
+    for folder in ("python", "tests", "examples", "benchmarks"):
         yield from sorted((ROOT / folder).rglob("*.py"))
         yield from sorted((ROOT / folder).rglob("*.pyi"))
 
