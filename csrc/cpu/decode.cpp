@@ -10,7 +10,7 @@ namespace forge::cpu::FORGE_TARGET {
 namespace {
 
 constexpr int kBlockKeys = 64;
-constexpr int kPanelVecs = 2;
+constexpr int kPanelVecs = 16 / kLanes;
 constexpr int kPanelKeys = kPanelVecs * kLanes;  // keys read abreast
 constexpr int kValueKeys = 16;                   // values read abreast
 constexpr int kMostHeadSize = 512;
@@ -40,7 +40,7 @@ template <bool Capped, int Rows>
 __attribute__((noinline)) void score_panel(const Real* const* q, const Real* panel, Int64 hd,
                                            const ScoreMap& map, Real* scores) {
   // As many vectors side by side as keep both the chains' latency hidden and their sums in registers.
-  constexpr int kVecs = Rows <= 2 ? (kPanelVecs < 4 ? kPanelVecs : 4) : 2;
+  constexpr int kVecs = Rows <= 2 || kPanelVecs < 2 ? kPanelVecs : 2;
   for (int c = 0; c < kPanelVecs; c += kVecs) {
     Vec acc[Rows][kVecs];
     dot_rows(q, panel + c * kLanes, kPanelKeys, hd, acc);
