@@ -44,7 +44,8 @@ Kernels kernels_of(CpuTarget target) {
 #endif
 }
 
-constexpr Int64 kWantedTasks = 32;
+constexpr Int64 kWantedTasks = 16;   // of row tiles: each packs its keys, so more cost more
+constexpr Int64 kWantedSplits = 32;  // of few rows: a split costs next to nothing
 constexpr Int64 kMostPartialFloats = Int64{1} << 20;  // 4 MiB
 
 Int64 ceil_div(Int64 a, Int64 b) { return (a + b - 1) / b; }
@@ -75,7 +76,7 @@ IndexRange keys_of_split(const Forward& forward, const AttnBand& band, Int64 spl
 Int64 split_count(const Forward& forward, Int64 tasks, Int64 least_keys) {
   const Int64 floats = forward.heads * forward.rows * forward.row_floats();
   const Int64 most = std::min(kMostPartialFloats / floats, forward.call.params.Tk / least_keys);
-  return std::max<Int64>(1, std::min(ceil_div(kWantedTasks, tasks), most));
+  return std::max<Int64>(1, std::min(ceil_div(kWantedSplits, tasks), most));
 }
 
 // Adds up what the splits left, in their order. A task is some rows of a kv head.
@@ -103,7 +104,7 @@ void combine_splits(const Forward& forward, const float* partial, Int64 splits) 
 void run_decode(const Forward& forward) {
   const AttnParams& params = forward.call.params;
   const Int64 splits = split_count(forward, params.B, 64);
-  const Int64 groups = std::min<Int64>(params.Hkv, ceil_div(kWantedTasks, params.B * splits));
+  const Int64 groups = std::min<Int64>(params.Hkv, ceil_div(kWantedSplits, params.B * splits));
   const Int64 split_floats = params.Hkv * forward.rows * forward.row_floats();
   const Scratch partial(static_cast<std::size_t>(params.B * splits * split_floats) * sizeof(float));
   float* base = reinterpret_cast<float*>(partial.data());
