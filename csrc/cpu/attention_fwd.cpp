@@ -44,7 +44,8 @@ Kernels kernels_of(CpuTarget target) {
 #endif
 }
 
-constexpr Int64 kWantedTasks = 32;
+constexpr Int64 kWantedTasks = 16;   // of row tiles: each packs its keys, so more cost more
+constexpr Int64 kWantedSplits = 32;  // of few rows: a split costs next to nothing
 constexpr Int64 kMostPartialFloats = Int64{1} << 20;  // 4 MiB
 
 Int64 ceil_div(Int64 a, Int64 b) { return (a + b - 1) / b; }
@@ -71,56 +72,81 @@ IndexRange keys_of_split(const Forward& forward, const AttnBand& band, Int64 spl
   return {lo + std::min(count, split * part), lo + std::min(count, (split + 1) * part) - 1};
 }
 
-// How many parts to cut the keys into so that `tasks` tasks become enough, each of some length.
-Int64 split_count(const Forward& forward, Int64 tasks, Int64 least_keys) {
-  const Int64 floats = forward.heads * forward.rows * forward.row_floats();
+// How many parts to cut the keys into so that `tasks` tasks, whose unfinished rows take `floats`, become
+// enough, each of some length.
+Int64 split_count(const Forward& forward, Int64 tasks, Int64 floats, Int64 least_keys) {
   const Int64 most = std::min(kMostPartialFloats / floats, forward.call.params.Tk / least_keys);
-  return std::max<Int64>(1, std::min(ceil_div(kWantedTasks, tasks), most));
+  return std::max<Int64>(1, std::min(ceil_div(kWantedSplits, tasks), most));
 }
 
+// Sequences [begin, end), their unfinished rows at `partial`: [end - begin][splits][Hkv][rows].
+struct Splits {
+  Int64 begin;
+  Int64 end;
+  Int64 splits;
+  Int64 floats;  // of one split of one sequence
+  float* partial;
+
+  float* at(Int64 b, Int64 split) const { return partial + ((b - begin) * splits + split) * floats; }
+};
+
 // Adds up what the splits left, in their order. A task is some rows of a kv head.
-void combine_splits(const Forward& forward, const float* partial, Int64 splits) {
+void combine_splits(const Forward& forward, const Splits& splits) {
   constexpr Int64 kRows = 16;
   const Int64 parts = ceil_div(forward.rows, kRows), Hkv = forward.call.params.Hkv;
-  const Int64 split_floats = Hkv * forward.rows * forward.row_floats();
-  parallel_for(forward.heads * parts, [&](Int64 index, int) {
+  parallel_for((splits.end - splits.begin) * Hkv * parts, [&](Int64 index, int) {
     const Int64 head = index / parts;
     CombineTask task;
-    task.b = head / Hkv;
+    task.b = splits.begin + head / Hkv;
     task.kv_head = head % Hkv;
     task.band = forward.band(task.b);
     task.row_begin = index % parts * kRows;
     task.row_end = std::min(forward.rows, task.row_begin + kRows);
-    task.splits = splits;
-    task.split_floats = split_floats;
-    task.partial = partial + task.b * splits * split_floats +
+    task.splits = splits.splits;
+    task.split_floats = splits.floats;
+    task.partial = splits.at(task.b, 0) +
                    (task.kv_head * forward.rows + task.row_begin) * forward.row_floats();
     forward.kernels.decode.combine(forward.call, task);
   });
 }
 
-// Few rows: keys in lanes, k and v streamed once.
-void run_decode(const Forward& forward) {
-  const AttnParams& params = forward.call.params;
-  const Int64 splits = split_count(forward, params.B, 64);
-  const Int64 groups = std::min<Int64>(params.Hkv, ceil_div(kWantedTasks, params.B * splits));
-  const Int64 split_floats = params.Hkv * forward.rows * forward.row_floats();
-  const Scratch partial(static_cast<std::size_t>(params.B * splits * split_floats) * sizeof(float));
-  float* base = reinterpret_cast<float*>(partial.data());
-  parallel_for(params.B * splits * groups, [&](Int64 index, int) {
-    const Int64 part = index / groups, group = index % groups;
+// Few rows of some sequences: keys in lanes, k and v streamed once.
+void decode_sequences(const Forward& forward, const Splits& splits, Int64 groups) {
+  const Int64 Hkv = forward.call.params.Hkv;
+  const Int64 parts = (splits.end - splits.begin) * splits.splits;
+  parallel_for(parts * groups, [&](Int64 index, int) {
+    const Int64 part = index / groups, group = index % groups, split = part % splits.splits;
     DecodeTask task;
-    task.b = part / splits;
+    task.b = splits.begin + part / splits.splits;
     task.band = forward.band(task.b);
-    task.head_begin = group * params.Hkv / groups;
-    task.head_end = (group + 1) * params.Hkv / groups;
-    const IndexRange keys = keys_of_split(forward, task.band, splits, part % splits);
+    task.head_begin = group * Hkv / groups;
+    task.head_end = (group + 1) * Hkv / groups;
+    const IndexRange keys = keys_of_split(forward, task.band, splits.splits, split);
     task.key_begin = keys.lo;
     task.key_end = keys.hi + 1;
-    task.partial = base + part * split_floats;
+    task.partial = splits.at(task.b, split);
     forward.kernels.decode.run(forward.call, task);
   });
-  combine_splits(forward, base, splits);
+  combine_splits(forward, splits);
+}
+
+// As many sequences at a time as their unfinished rows have room.
+void run_decode(const Forward& forward) {
+  const AttnParams& params = forward.call.params;
+  Splits splits;
+  splits.floats = params.Hkv * forward.rows * forward.row_floats();
+  const Int64 room = std::max<Int64>(1, kMostPartialFloats / splits.floats);
+  const Int64 sequences = std::min(params.B, room);
+  splits.splits = split_count(forward, sequences, sequences * splits.floats, 64);
+  const Int64 groups =
+      std::min<Int64>(params.Hkv, ceil_div(kWantedSplits, sequences * splits.splits));
+  const Int64 floats = sequences * splits.splits * splits.floats;
+  const Scratch scratch(static_cast<std::size_t>(floats) * sizeof(float));
+  splits.partial = reinterpret_cast<float*>(scratch.data());
+  for (splits.begin = 0; splits.begin < params.B; splits.begin = splits.end) {
+    splits.end = std::min(params.B, splits.begin + sequences);
+    decode_sequences(forward, splits, groups);
+  }
 }
 
 // Rows a task: many, so that packing a key tile is paid for by many rows, but enough tasks to balance,
@@ -142,37 +168,40 @@ Int64 rows_a_task(const Forward& forward) {
 void run_tiles(const Forward& forward) {
   const AttnParams& params = forward.call.params;
   const Int64 step = rows_a_task(forward), tiles = ceil_div(forward.rows, step);
-  const Int64 splits = tiles * forward.heads < 8 ? split_count(forward, tiles * forward.heads, 512) : 1;
-  const Int64 tasks = tiles * forward.heads * splits;
-  const Int64 split_floats = params.Hkv * forward.rows * forward.row_floats();
+  Splits splits = {0, params.B, 1, params.Hkv * forward.rows * forward.row_floats(), nullptr};
+  if (tiles * forward.heads < 8) {
+    splits.splits = split_count(forward, tiles * forward.heads, params.B * splits.floats, 512);
+  }
+  const Int64 tasks = tiles * forward.heads * splits.splits;
   const std::size_t bytes = (forward.kernels.forward.scratch_bytes(params.hd, step) + 63) / 64 * 64;
   const int threads = num_threads();
   const std::size_t workers = static_cast<std::size_t>(std::min<Int64>(threads, tasks));
-  const Int64 partial_floats = splits > 1 ? params.B * splits * split_floats : 0;
+  const bool split_keys = splits.splits > 1;
+  const Int64 partial_floats = split_keys ? params.B * splits.splits * splits.floats : 0;
   const Scratch scratch(bytes * workers + static_cast<std::size_t>(partial_floats) * sizeof(float));
-  float* partial = reinterpret_cast<float*>(scratch.data() + bytes * workers);
+  splits.partial = reinterpret_cast<float*>(scratch.data() + bytes * workers);
   // Last rows first: under a causal mask they see the most keys.
   parallel_for(tasks, threads, [&](Int64 index, int worker) {
     const Int64 part = index / forward.heads, head = index % forward.heads;
-    const Int64 tile = tiles - 1 - part / splits, split = part % splits;
+    const Int64 tile = tiles - 1 - part / splits.splits, split = part % splits.splits;
     ForwardTask task;
     task.b = head / params.Hkv;
     task.kv_head = head % params.Hkv;
     task.band = forward.band(task.b);
     task.row_begin = tile * step;
     task.row_end = std::min(forward.rows, task.row_begin + step);
-    const IndexRange keys = keys_of_split(forward, task.band, splits, split);
+    const IndexRange keys = keys_of_split(forward, task.band, splits.splits, split);
     task.key_begin = keys.lo;
     task.key_end = keys.hi + 1;
     task.partial = nullptr;
-    if (splits > 1) {
-      task.partial = partial + (task.b * splits + split) * split_floats +
+    if (split_keys) {
+      task.partial = splits.at(task.b, split) +
                      (task.kv_head * forward.rows + task.row_begin) * forward.row_floats();
     }
     forward.kernels.forward.run(forward.call, task,
                                 scratch.data() + bytes * static_cast<std::size_t>(worker));
   });
-  if (splits > 1) combine_splits(forward, partial, splits);
+  if (split_keys) combine_splits(forward, splits);
 }
 
 }  // namespace
@@ -185,7 +214,8 @@ void attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays, C
                             arrays.v, arrays.o, arrays.stats.row_max, arrays.stats.row_sum};
   const Forward forward = {problem, call, kernels_of(target), rep * params.Tq,
                            params.B * params.Hkv};
-  if (forward.rows <= forward.kernels.decode.most_rows && params.Tk >= 128) {
+  const DecodeKernels& decode = forward.kernels.decode;
+  if (forward.rows <= decode.most_rows && params.hd <= decode.most_head_size && params.Tk >= 128) {
     run_decode(forward);
   } else {
     run_tiles(forward);

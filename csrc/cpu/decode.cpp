@@ -10,7 +10,7 @@ namespace forge::cpu::FORGE_TARGET {
 namespace {
 
 constexpr int kBlockKeys = 64;
-constexpr int kPanelVecs = 2;
+constexpr int kPanelVecs = 16 / kLanes;
 constexpr int kPanelKeys = kPanelVecs * kLanes;  // keys read abreast
 constexpr int kValueKeys = 16;                   // values read abreast
 constexpr int kMostHeadSize = 512;
@@ -37,10 +37,10 @@ FORGE_INLINE void prefetch_rows(const Real* first, Int64 stride, int count, Int6
 
 // scores[r][key] for the keys of a panel: hd times kPanelKeys, keys in lanes.
 template <bool Capped, int Rows>
-__attribute__((noinline)) void score_panel(const Real* const* q, const Real* panel, Int64 hd,
+FORGE_NOINLINE void score_panel(const Real* const* q, const Real* panel, Int64 hd,
                                            const ScoreMap& map, Real* scores) {
   // As many vectors side by side as keep both the chains' latency hidden and their sums in registers.
-  constexpr int kVecs = Rows <= 2 ? (kPanelVecs < 4 ? kPanelVecs : 4) : 2;
+  constexpr int kVecs = Rows <= 2 || kPanelVecs < 2 ? kPanelVecs : 2;
   for (int c = 0; c < kPanelVecs; c += kVecs) {
     Vec acc[Rows][kVecs];
     dot_rows(q, panel + c * kLanes, kPanelKeys, hd, acc);
@@ -55,7 +55,7 @@ __attribute__((noinline)) void score_panel(const Real* const* q, const Real* pan
 }
 
 // Keys, at most kPanelKeys, into a panel. Lanes past the last key repeat it.
-__attribute__((noinline)) void fill_panel(const KeyBlock& k, Int64 hd, Real* panel) {
+FORGE_NOINLINE void fill_panel(const KeyBlock& k, Int64 hd, Real* panel) {
   for (int c = 0; c < kPanelKeys; c += kLanes) {
     const Real* rows[kLanes];
     for (int i = 0; i < kLanes; ++i) rows[i] = k.first + min_of(c + i, k.count - 1) * k.stride;
@@ -98,7 +98,7 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock& v, Int64 d, Int64 
 }
 
 template <int Rows>
-__attribute__((noinline)) void add_keys(const Real* p, const KeyBlock& v, Int64 hd,
+FORGE_NOINLINE void add_keys(const Real* p, const KeyBlock& v, Int64 hd,
                                         const Real* alpha, Real* const* partial) {
   constexpr int kVecs = Rows == 1 ? 4 : 2;
   Int64 d = 0;
@@ -327,6 +327,6 @@ void combine(const ForwardCall& call, const CombineTask& task) {
 }  // namespace
 
 extern const DecodeKernels kDecodeKernels;
-const DecodeKernels kDecodeKernels = {kMostRows, run, combine};
+const DecodeKernels kDecodeKernels = {kMostRows, kMostHeadSize, run, combine};
 
 }  // namespace forge::cpu::FORGE_TARGET

@@ -35,6 +35,7 @@ struct CombineTask {
 
 struct DecodeKernels {
   Int64 most_rows;  // beyond so many rows a kv head, row blocks in lanes are faster
+  Int64 most_head_size;
   void (*run)(const ForwardCall&, const DecodeTask&);
   void (*combine)(const ForwardCall&, const CombineTask&);
 };

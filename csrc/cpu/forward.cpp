@@ -105,7 +105,7 @@ FORGE_INLINE void advance(RowCursor& cursor) {
 }
 
 // Fills the scratch rows of block `index` and returns what they see.
-__attribute__((noinline)) BlockRange start_block(const TaskState& state, Int64 index) {
+FORGE_NOINLINE BlockRange start_block(const TaskState& state, Int64 index) {
   const ForwardTask& task = *state.task;
   const AttnParams& params = state.call->params;
   const Workspace& work = state.work;
@@ -144,7 +144,7 @@ __attribute__((noinline)) BlockRange start_block(const TaskState& state, Int64 i
 }
 
 // Keys [begin, begin + count) of the task's kv head, packed.
-__attribute__((noinline)) KeyTile pack_tile(const TaskState& state, Int64 begin, int count) {
+FORGE_NOINLINE KeyTile pack_tile(const TaskState& state, Int64 begin, int count) {
   const ForwardCall& call = *state.call;
   const ForwardTask& task = *state.task;
   const AttnParams& params = call.params;
@@ -169,7 +169,7 @@ void prefetch_tile(const TaskState& state, Int64 begin, Int64 end, Int64 index, 
   }
 }
 
-__attribute__((noinline)) KeySpan span_of(const TaskState& state, const BlockRange& range, Int64 index, Int64 begin,
+FORGE_NOINLINE KeySpan span_of(const TaskState& state, const BlockRange& range, Int64 index, Int64 begin,
                              int count) {
   KeySpan span;
   span.from = static_cast<int>(max_of(range.lo - begin, 0));
@@ -220,7 +220,7 @@ FORGE_INLINE RowEnd finish_row(const TaskState& state, const RowCursor& at, Int6
   return {call.o + offset_of(call.params.o, task.b, at.query, at.head), 1 / l, !live};
 }
 
-__attribute__((noinline)) void finish_block(const TaskState& state, Int64 index) {
+FORGE_NOINLINE void finish_block(const TaskState& state, Int64 index) {
   const Workspace& work = state.work;
   RowCursor at = cursor_at(state, index * kRowBlock);
   for (int c = 0; c < kRowVecs; ++c) {

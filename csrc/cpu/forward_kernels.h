@@ -30,7 +30,7 @@ struct ForwardTask {
   Int64 row_end;
   Int64 key_begin;
   Int64 key_end;
-  float* partial;  // null: rows are finished and stored; else they go here, unfinished (see decode_kernels.h)
+  float* partial;  // null: rows are finished and stored; else they go here unfinished, as decode's do
 };
 
 struct ForwardKernels {

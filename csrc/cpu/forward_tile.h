@@ -50,7 +50,7 @@ struct KeyTile {
 
 // scores[key][row] of the span, -inf where not visible; largest: the maximum of each row.
 template <bool Capped>
-__attribute__((noinline)) void score_span(const Real* q, const KeyTile& tile, Int64 hd, const ScoreMap& map,
+FORGE_NOINLINE void score_span(const Real* q, const KeyTile& tile, Int64 hd, const ScoreMap& map,
                 const KeySpan& span, Real* scores, Vec (&largest)[kRowVecs]) {
   Vec top[kRowVecs];
   FORGE_UNROLL
@@ -88,7 +88,7 @@ __attribute__((noinline)) void score_span(const Real* q, const KeyTile& tile, In
 
 // Scores become p = exp(s - m) with the new maximum; m and l move on. alpha: what the sums so far are
 // to be multiplied with.
-__attribute__((noinline)) void softmax_span(const RowBlock& block, const KeySpan& span, Real* scores,
+FORGE_NOINLINE void softmax_span(const RowBlock& block, const KeySpan& span, Real* scores,
                                const Vec (&largest)[kRowVecs], Vec (&alpha)[kRowVecs]) {
   Vec base[kRowVecs], sum[kRowVecs];
   FORGE_UNROLL
@@ -160,7 +160,7 @@ FORGE_INLINE void add_last_values(int channels, const Real* p, const Real* v, in
 
 // The same with a select a step, for a tile whose values hold NaN or infinity and whose keys not every
 // row sees: 0 * NaN would reach rows that do not see it. The same chains, so the same bits elsewhere.
-__attribute__((noinline)) void add_visible_values(const RowBlock& block, const KeyTile& tile, const KeySpan& span, Int64 hd,
+FORGE_NOINLINE void add_visible_values(const RowBlock& block, const KeyTile& tile, const KeySpan& span, Int64 hd,
                         const Real* scores, const Vec (&alpha)[kRowVecs]) {
   for (Int64 channel = 0; channel < hd; ++channel) {
     const Real* v = tile.v + channel / kStep * tile.v_panel + channel % kStep;
@@ -176,7 +176,7 @@ __attribute__((noinline)) void add_visible_values(const RowBlock& block, const K
   }
 }
 
-__attribute__((noinline)) void add_all_values(const RowBlock& block, const KeyTile& tile, const KeySpan& span, Int64 hd,
+FORGE_NOINLINE void add_all_values(const RowBlock& block, const KeyTile& tile, const KeySpan& span, Int64 hd,
                     const Real* scores, const Vec (&alpha)[kRowVecs]) {
   const Real* p = scores + span.from * kRowBlock;
   const Real* v = tile.v + span.from * kStep;

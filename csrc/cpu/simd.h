@@ -15,12 +15,14 @@
 #error "compile with -DFORGE_TARGET=<name of the target>"
 #endif
 
+// Inner loops stand alone: inlined into one another they compete for registers.
+#define FORGE_NOINLINE __attribute__((noinline))
 #define FORGE_UNROLL _Pragma("GCC unroll 32")
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 
-using Real = float;          // the element type
+using Real = float;             // the element type
 using RealBits = std::int32_t;  // an integer of its size
 
 #if defined(__AVX512F__)

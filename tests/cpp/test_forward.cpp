@@ -135,6 +135,20 @@ void test_shapes() {
   }
 }
 
+// More unfinished rows than there is room for at once.
+void test_many_sequences() {
+  Case c;
+  c.B = 300;
+  c.Tq = 1;
+  c.Tk = 130;
+  c.H = 16;
+  c.Hkv = 2;
+  c.hd = 250;
+  c.causal = true;
+  c.key_end = {130, 7, 64, 0, 129};
+  check_case(c.named("many sequences"));
+}
+
 void test_options() {
   for (int bits = 0; bits < 64; ++bits) {
     Case c;
@@ -310,6 +324,7 @@ void test_same_scores() {
 
 int main() {
   test_shapes();
+  test_many_sequences();
   test_options();
   test_extreme_scores();
   test_strides();
