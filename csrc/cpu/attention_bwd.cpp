@@ -188,14 +188,14 @@ class Backward {
     }
     partial_dq_ = reinterpret_cast<float*>(scratch_.data() + worker_count() * block_bytes());
     for (std::atomic<Int32>& turn : turns_) turn.store(-1, std::memory_order_relaxed);
-    batch_ = std::min(plan_.groups, threads_);
+    batch_ = std::min<Int64>(plan_.groups, threads_);
   }
 
   void run() {
     clear_unseen();
     if (plan_.blocks == 0) return;
     if (plan_.splits > 1) return run_splits();
-    parallel_for(plan_.groups * plan_.blocks, [&](std::int64_t task, int worker) {
+    parallel_for(plan_.groups * plan_.blocks, threads_, [&](std::int64_t task, int worker) {
       // Kv heads side by side in batches of as many as there are threads; in one kv head the last
       // rows, which see most under a causal mask, come first. The order of the sums is not touched
       // by this.
@@ -214,7 +214,7 @@ class Backward {
 
  private:
   Int64 worker_count() const {
-    return std::min(threads_, plan_.groups * std::max(plan_.blocks, plan_.splits));
+    return std::min<Int64>(threads_, plan_.groups * std::max(plan_.blocks, plan_.splits));
   }
   // 64 bytes more than whole pages: workers' scratch then starts in different cache sets.
   Int64 block_bytes() const {
@@ -282,7 +282,7 @@ class Backward {
   }
 
   void run_splits() {
-    parallel_for(plan_.groups * plan_.splits, [&](std::int64_t task, int worker) {
+    parallel_for(plan_.groups * plan_.splits, threads_, [&](std::int64_t task, int worker) {
       const Int64 group = task / plan_.splits, split = task % plan_.splits;
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
       float* const own_dq = block.dq;
@@ -296,7 +296,7 @@ class Backward {
             tiles.begin + count * (split + 1) / plan_.splits});
       block.dq = own_dq;
     });
-    parallel_for(plan_.groups, [&](std::int64_t group, int worker) {
+    parallel_for(plan_.groups, threads_, [&](std::int64_t group, int worker) {
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
       open(block, group, 0);
       kernels_.store_dq(problem_, block, partial_dq_ + group * plan_.splits * split_elements(),
@@ -328,7 +328,7 @@ class Backward {
   const BackwardProblem problem_;
   const BackwardKernels& kernels_;
   const Plan plan_;
-  const Int64 threads_;
+  const int threads_;
   Int64 batch_;  // kv heads worked on side by side
   std::vector<BackwardBlock> workers_;
   std::vector<std::atomic<Int32>> turns_;  // [groups][tiles]: the block that added to it last
