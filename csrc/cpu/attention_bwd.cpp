@@ -9,6 +9,7 @@
 // added up in order.
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -173,6 +174,46 @@ struct TileRange {
   Int64 end;
 };
 
+// Who works on which block next. A worker stays with its kv head, whose keys and gradients then
+// stay in its cache, and takes a fresh one when it is done; with none left it joins the head that
+// has most left. The blocks of a head always go out last rows first, which see most under a causal
+// mask. Only when a block is worked on depends on this, not what it adds to what.
+class BlockQueue {
+ public:
+  struct Item {
+    Int64 group;
+    Int64 block;
+  };
+
+  BlockQueue(Int64 groups, Int64 blocks, std::size_t workers)
+      : groups_(groups), left_(static_cast<std::size_t>(groups), blocks), at_(workers, -1) {}
+
+  // There must be one left.
+  Item take(int worker) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Int64& group = at_[static_cast<std::size_t>(worker)];
+    if (group < 0 || left(group) == 0) group = fresh_ < groups_ ? fresh_++ : most_left();
+    return {group, --left(group)};
+  }
+
+ private:
+  Int64& left(Int64 group) { return left_[static_cast<std::size_t>(group)]; }
+
+  Int64 most_left() {
+    Int64 best = -1;
+    for (Int64 group : at_) {
+      if (group >= 0 && (best < 0 || left(group) > left(best))) best = group;
+    }
+    return best;
+  }
+
+  const Int64 groups_;
+  std::vector<Int64> left_;  // [groups]: blocks not yet given out
+  std::vector<Int64> at_;    // [workers]: the kv head each is at, or -1
+  Int64 fresh_ = 0;          // the first kv head that nobody has begun
+  std::mutex mutex_;
+};
+
 class Backward {
  public:
   Backward(const BackwardProblem& problem, const BackwardKernels& kernels)
@@ -181,6 +222,7 @@ class Backward {
         plan_(make_plan(problem.params, kernels)),
         threads_(num_threads()),
         workers_(static_cast<std::size_t>(worker_count())),
+        queue_(plan_.groups, plan_.blocks, workers_.size()),
         turns_(static_cast<std::size_t>(plan_.groups * plan_.tiles)),
         scratch_(static_cast<std::size_t>(worker_count() * block_bytes() + partial_bytes())) {
     for (std::size_t w = 0; w < workers_.size(); ++w) {
@@ -188,33 +230,25 @@ class Backward {
     }
     partial_dq_ = reinterpret_cast<float*>(scratch_.data() + worker_count() * block_bytes());
     for (std::atomic<Int32>& turn : turns_) turn.store(-1, std::memory_order_relaxed);
-    batch_ = std::min(plan_.groups, threads_);
   }
 
   void run() {
     clear_unseen();
     if (plan_.blocks == 0) return;
     if (plan_.splits > 1) return run_splits();
-    parallel_for(plan_.groups * plan_.blocks, [&](std::int64_t task, int worker) {
-      // Kv heads side by side in batches of as many as there are threads; in one kv head the last
-      // rows, which see most under a causal mask, come first. The order of the sums is not touched
-      // by this.
-      const Int64 per_batch = batch_ * plan_.blocks;
-      const Int64 first = task / per_batch * batch_;
-      const Int64 batch = std::min(batch_, plan_.groups - first);
-      const Int64 within = task % per_batch;
+    parallel_for(plan_.groups * plan_.blocks, threads_, [&](std::int64_t, int worker) {
+      const BlockQueue::Item item = queue_.take(worker);
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
-      const Int64 group = first + within % batch;
-      open(block, group, plan_.blocks - 1 - within / batch);
+      open(block, item.group, item.block);
       kernels_.load_rows(problem_, block, true);
-      walk(block, group, tiles_of(block));
+      walk(block, item.group, tiles_of(block));
       kernels_.store_dq(problem_, block, block.dq, 1);
     });
   }
 
  private:
   Int64 worker_count() const {
-    return std::min(threads_, plan_.groups * std::max(plan_.blocks, plan_.splits));
+    return std::min<Int64>(threads_, plan_.groups * std::max(plan_.blocks, plan_.splits));
   }
   // 64 bytes more than whole pages: workers' scratch then starts in different cache sets.
   Int64 block_bytes() const {
@@ -282,7 +316,7 @@ class Backward {
   }
 
   void run_splits() {
-    parallel_for(plan_.groups * plan_.splits, [&](std::int64_t task, int worker) {
+    parallel_for(plan_.groups * plan_.splits, threads_, [&](std::int64_t task, int worker) {
       const Int64 group = task / plan_.splits, split = task % plan_.splits;
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
       float* const own_dq = block.dq;
@@ -296,7 +330,7 @@ class Backward {
             tiles.begin + count * (split + 1) / plan_.splits});
       block.dq = own_dq;
     });
-    parallel_for(plan_.groups, [&](std::int64_t group, int worker) {
+    parallel_for(plan_.groups, threads_, [&](std::int64_t group, int worker) {
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
       open(block, group, 0);
       kernels_.store_dq(problem_, block, partial_dq_ + group * plan_.splits * split_elements(),
@@ -328,9 +362,9 @@ class Backward {
   const BackwardProblem problem_;
   const BackwardKernels& kernels_;
   const Plan plan_;
-  const Int64 threads_;
-  Int64 batch_;  // kv heads worked on side by side
+  const int threads_;
   std::vector<BackwardBlock> workers_;
+  BlockQueue queue_;
   std::vector<std::atomic<Int32>> turns_;  // [groups][tiles]: the block that added to it last
   Scratch scratch_;
   float* partial_dq_;  // [groups][splits][rows][channels]

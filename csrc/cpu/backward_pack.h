@@ -32,92 +32,110 @@ FORGE_INLINE void prefetch(const Real* row, Int64 n) {
   for (Int64 at = 0; at < n; at += kLine) __builtin_prefetch(row + at);
 }
 
-// A row of hd elements into the panels of channels; zeros for a null row. Returns NaN lanes where
-// an element is not finite, else zeros.
-FORGE_INLINE Vec pack_channels(const BackwardTiling& tiling, const Real* from, Real* panels,
-                               Int64 row) {
-  const Int64 vecs = tiling.channels / kLanes;
+FORGE_INLINE bool all_zero(Vec zeros) { return !any(zeros != Vec{}); }
+
+// kLanes rows of a block, from `first` on: vector `column` of a panel of `width` vectors.
+struct RowGroup {
+  Int64 first;
+  Int64 panel;  // the vector at which the panel starts
+  int width;
+  int column;
+};
+
+// A group's rows into the panels of channels and, transposed, into their column of a panel of rows;
+// null rows as zeros. Whole: no null rows, no partial vectors. Returns NaN lanes where an element
+// is not finite, else zeros.
+template <bool Whole>
+FORGE_INLINE Vec pack_rows(const BackwardTiling& tiling, const RowGroup& group,
+                           const Real* const (&rows)[kLanes], Real* channels, Real* lanes) {
+  const Int64 vecs = tiling.channels / kLanes, step = group.width * kLanes;
+  Real* column = lanes + group.panel * kLanes * tiling.hd + group.column * kLanes;
   Vec zeros{};
   for (Int64 at = 0; at < vecs;) {
     const int width = panel_vecs(at, vecs, kChannelVecs);
-    Real* to = panels + (at * tiling.rows + row * width) * kLanes;
+    Real* to = channels + (at * tiling.rows + group.first * width) * kLanes;
     for (int v = 0; v < width; ++v) {
-      const Vec x = from ? load_within(from, (at + v) * kLanes, tiling.hd) : Vec{};
-      zeros = fma(x, Vec{}, zeros);
-      store(to + v * kLanes, x);
+      const Int64 d = (at + v) * kLanes, left = tiling.hd - d;
+      Vec x[kLanes];
+      FORGE_UNROLL
+      for (int j = 0; j < kLanes; ++j) {
+        x[j] = Whole ? load(rows[j] + d) : rows[j] ? load_within(rows[j], d, tiling.hd) : Vec{};
+        zeros = fma(x[j], Vec{}, zeros);
+        store(to + (j * width + v) * kLanes, x[j]);
+      }
+      transpose(x);
+      FORGE_UNROLL
+      for (int j = 0; j < kLanes; ++j) {
+        if (Whole || j < left) store(column + (d + j) * step, x[j]);
+      }
     }
     at += width;
   }
   return zeros;
 }
 
-// The same rows with rows in lanes: [panel of rows][hd][rows of the panel].
-FORGE_INLINE void pack_lanes(const BackwardTiling& tiling, Int64 row_vecs, const Real* panels,
-                             Real* lanes) {
-  const Int64 vecs = tiling.channels / kLanes;
-  for (Int64 row_at = 0; row_at < row_vecs;) {
-    const int row_width = panel_vecs(row_at, row_vecs, kRowVecs);
-    Real* to = lanes + row_at * kLanes * tiling.hd;
-    for (Int64 at = 0; at < vecs;) {
-      const int width = panel_vecs(at, vecs, kChannelVecs);
-      const Real* panel = panels + at * tiling.rows * kLanes;
-      for (int rv = 0; rv < row_width; ++rv) {
-        for (int v = 0; v < width; ++v) {
-          const Int64 row = (row_at + rv) * kLanes;
-          Vec block[kLanes];
-          FORGE_UNROLL
-          for (int j = 0; j < kLanes; ++j)
-            block[j] = load(panel + ((row + j) * width + v) * kLanes);
-          transpose(block);
-          const Int64 d = (at + v) * kLanes;
-          Real* column = to + (d * row_width + rv) * kLanes;
-          if (d + kLanes <= tiling.hd) {
-            FORGE_UNROLL
-            for (int j = 0; j < kLanes; ++j) store(column + j * row_width * kLanes, block[j]);
-          } else {
-            for (int j = 0; j < tiling.hd - d; ++j)
-              store(column + j * row_width * kLanes, block[j]);
-          }
-        }
-      }
-      at += width;
+// The dot products of kLanes pairs of rows, one a lane; 0 for null rows.
+template <bool Whole>
+FORGE_INLINE Vec dot_pairs(const Real* const (&a)[kLanes], const Real* const (&b)[kLanes],
+                           Int64 n) {
+  Vec sums[kLanes];
+  FORGE_UNROLL
+  for (int j = 0; j < kLanes; ++j) {
+    Vec sum{};
+    for (Int64 at = 0; (Whole || a[j]) && at < n; at += kLanes) {
+      sum = Whole ? fma(load(a[j] + at), load(b[j] + at), sum)
+                  : fma(load_within(a[j], at, n), load_within(b[j], at, n), sum);
     }
-    row_at += row_width;
+    sums[j] = sum;
   }
+  transpose(sums);
+  FORGE_UNROLL
+  for (int count = kLanes / 2; count > 0; count /= 2) {
+    FORGE_UNROLL
+    for (int j = 0; j < count; ++j) sums[j] = sums[j] + sums[j + count];
+  }
+  return sums[0];
 }
 
-FORGE_INLINE Real dot(const Real* a, const Real* b, Int64 n) {
-  Vec acc{};
-  for (Int64 at = 0; at < n; at += kLanes)
-    acc = fma(load_within(a, at, n), load_within(b, at, n), acc);
-  return sum_of_lanes(acc);
+template <bool Whole>
+FORGE_INLINE Vec pack_group(BackwardBlock& block, const RowGroup& group,
+                            const Real* const (&q)[kLanes], const Real* const (&dout)[kLanes],
+                            const Real* const (&o)[kLanes]) {
+  const BackwardTiling& tiling = block.tiling;
+  store(block.d_row + group.first, dot_pairs<Whole>(dout, o, tiling.hd));
+  return pack_rows<Whole>(tiling, group, q, block.q_rows, block.q_lanes) +
+         pack_rows<Whole>(tiling, group, dout, block.dout_rows, block.dout_lanes);
 }
 
-FORGE_INLINE bool all_zero(Vec zeros) { return !any(zeros != Vec{}); }
-
-FORGE_INLINE void load_row(const BackwardProblem& problem, BackwardBlock& block, Int64 r,
-                           const RowPlace& place, bool write_d_row, Vec& zeros) {
+// Packs a group of rows; `place` is that of its first and moves to that of the next group.
+FORGE_INLINE Vec load_group(const BackwardProblem& problem, BackwardBlock& block,
+                            const RowGroup& group, RowPlace& place, bool write_d_row) {
   const AttnParams& params = problem.params;
   const BackwardArrays<Real>& arrays = problem.arrays;
-  const Int64 at = row_index(params, block.b, place.h, place.i);
-  if (r < block.live_begin || r >= block.live_end) {
-    pack_channels(block.tiling, nullptr, block.q_rows, r);
-    pack_channels(block.tiling, nullptr, block.dout_rows, r);
-    block.row_max[r] = block.inverse_sum[r] = block.d_row[r] = 0;
-    if (write_d_row) arrays.d_row[at] = 0;
-    return;
+  const Real *q[kLanes], *dout[kLanes], *o[kLanes];
+  Int64 stats_at[kLanes];
+  const Int64 present = block.rows - group.first;
+  for (int j = 0; j < kLanes; ++j) {
+    const Int64 r = group.first + j;
+    const bool live = r >= block.live_begin && r < block.live_end;
+    stats_at[j] = j < present ? row_index(params, block.b, place.h, place.i) : -1;
+    q[j] = live ? arrays.q + element_offset(params.q, block.b, place.i, place.h) : nullptr;
+    dout[j] = live ? arrays.dout + element_offset(params.dout, block.b, place.i, place.h) : nullptr;
+    o[j] = live ? arrays.o + element_offset(params.o, block.b, place.i, place.h) : nullptr;
+    block.row_max[r] = live ? arrays.stats.row_max[stats_at[j]] : 0;
+    block.inverse_sum[r] = live ? 1 / arrays.stats.row_sum[stats_at[j]] : 0;
+    if (j < present) place.next();
   }
-  const Real* q = arrays.q + element_offset(params.q, block.b, place.i, place.h);
-  const Real* o = arrays.o + element_offset(params.o, block.b, place.i, place.h);
-  const Real* dout = arrays.dout + element_offset(params.dout, block.b, place.i, place.h);
-  zeros = zeros + pack_channels(block.tiling, q, block.q_rows, r);
-  zeros = zeros + pack_channels(block.tiling, dout, block.dout_rows, r);
-  Real d = dot(dout, o, params.hd);
-  if (arrays.dlse) d -= arrays.dlse[at];
-  block.d_row[r] = d;
-  if (write_d_row) arrays.d_row[at] = d;
-  block.row_max[r] = arrays.stats.row_max[at];
-  block.inverse_sum[r] = 1 / arrays.stats.row_sum[at];
+  const bool whole = group.first >= block.live_begin && group.first + kLanes <= block.live_end &&
+                     params.hd % kLanes == 0;
+  const Vec zeros = whole ? pack_group<true>(block, group, q, dout, o)
+                          : pack_group<false>(block, group, q, dout, o);
+  for (int j = 0; j < kLanes && j < present; ++j) {
+    Real& d = block.d_row[group.first + j];
+    if (arrays.dlse && q[j]) d -= arrays.dlse[stats_at[j]];
+    if (write_d_row) arrays.d_row[stats_at[j]] = d;
+  }
+  return zeros;
 }
 
 FORGE_INLINE void prefetch_row(const BackwardProblem& problem, Int64 b, const RowPlace& place) {
@@ -128,27 +146,27 @@ FORGE_INLINE void prefetch_row(const BackwardProblem& problem, Int64 b, const Ro
 }
 
 void load_rows(const BackwardProblem& problem, BackwardBlock& block, bool write_d_row) {
-  constexpr Int64 kAhead = 8;
   const BackwardTiling& tiling = block.tiling;
-  Vec zeros{};
+  const Int64 row_vecs = (block.rows + kLanes - 1) / kLanes;
   RowPlace place = row_place(problem.params, block.kv_head, block.row_begin);
-  RowPlace ahead = row_place(problem.params, block.kv_head, block.row_begin + kAhead);
-  for (Int64 r = 0; r < block.rows; ++r) {
-    if (r + kAhead < block.rows) prefetch_row(problem, block.b, ahead);
-    load_row(problem, block, r, place, write_d_row, zeros);
-    place.next();
-    ahead.next();
+  RowPlace ahead = place;
+  Int64 prefetched = 0;
+  Vec zeros{};
+  for (Int64 panel = 0; panel < row_vecs;) {
+    const int width = panel_vecs(panel, row_vecs, kRowVecs);
+    for (int column = 0; column < width; ++column) {
+      const Int64 first = (panel + column) * kLanes;
+      for (; prefetched < first + 2 * kLanes && prefetched < block.rows; ++prefetched) {
+        prefetch_row(problem, block.b, ahead);
+        ahead.next();
+      }
+      zeros = zeros + load_group(problem, block, {first, panel, width, column}, place, write_d_row);
+    }
+    panel += width;
   }
   block.rows_finite = all_zero(zeros);
-  const Int64 row_vecs = (block.rows + kLanes - 1) / kLanes;
-  for (Int64 r = block.rows; r < row_vecs * kLanes; ++r) {  // padding
-    pack_channels(tiling, nullptr, block.q_rows, r);
-    pack_channels(tiling, nullptr, block.dout_rows, r);
-    block.row_max[r] = block.inverse_sum[r] = block.d_row[r] = 0;
-  }
-  pack_lanes(tiling, row_vecs, block.q_rows, block.q_lanes);
-  pack_lanes(tiling, row_vecs, block.dout_rows, block.dout_lanes);
-  for (Int64 at = 0; at < block.rows * tiling.channels; at += kLanes) store(block.dq + at, Vec{});
+  const Int64 elements = block.rows * tiling.channels;
+  for (Int64 at = 0; at < elements; at += kLanes) store(block.dq + at, Vec{});
 }
 
 FORGE_INLINE Vec pack_key(const BackwardTiling& tiling, const Real* from, Real* to) {
