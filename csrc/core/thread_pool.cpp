@@ -5,9 +5,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
+#include <exception>
 #include <memory>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -16,6 +16,7 @@
 #endif
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
+#include <unistd.h>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -40,7 +41,7 @@ std::vector<int> allowed_cpus() {
   std::vector<int> cpus;
 #if defined(__linux__)
   cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) {
+  if (sched_getaffinity(getpid(), sizeof set, &set) == 0) {  // of the main thread
     for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
       if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
     }
@@ -93,6 +94,7 @@ struct Region {
 // the offer back when nothing is left to do, so that a late wake-up costs nothing.
 class Worker {
  public:
+  // cpu: where to stay, or -1: wherever the system puts it.
   explicit Worker(int cpu) : cpu_(cpu), thread_([this] { work(); }) { thread_.detach(); }
 
   int cpu() const { return cpu_; }
@@ -124,11 +126,12 @@ class Worker {
 
   void work() {
 #if defined(__linux__)
-    // Pinned: some schedulers leave a woken thread on its waker's CPU for milliseconds.
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(cpu_, &set);
-    sched_setaffinity(0, sizeof set, &set);
+    if (cpu_ >= 0) {
+      cpu_set_t set;
+      CPU_ZERO(&set);
+      CPU_SET(cpu_, &set);
+      sched_setaffinity(0, sizeof set, &set);
+    }
 #endif
     for (;;) {
       wait_for_offer();
@@ -192,14 +195,19 @@ class Pool {
   }
 
  private:
-  // One more than takes part, where there are CPUs for it: the one on the caller's CPU is left out.
+  // Where a call uses every CPU of the process, there is a worker pinned to each: some schedulers
+  // leave a woken thread on its waker's CPU for milliseconds, and the one on the caller's CPU is
+  // left out. A call that uses fewer must not choose which: other processes would choose the same.
   void start_workers(int threads) {
-    const int spare = threads <= static_cast<int>(cpus_.size()) ? 0 : 1;
+    const bool all_cpus = threads == static_cast<int>(cpus_.size());
+    const std::size_t wanted = static_cast<std::size_t>(all_cpus ? threads : threads - 1);
+    workers_.reserve(wanted);  // nothing below may throw once a worker has started
+    helpers_.reserve(wanted);
     try {
-      while (static_cast<int>(workers_.size()) < threads - spare) {
-        workers_.push_back(std::make_unique<Worker>(cpus_[workers_.size() % cpus_.size()]));
+      while (workers_.size() < wanted) {
+        workers_.push_back(std::make_unique<Worker>(all_cpus ? cpus_[workers_.size()] : -1));
       }
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
       // The system grants no more threads: the region runs on those there are.
     }
   }
@@ -222,7 +230,6 @@ class Pool {
 // which has no workers, leaks its parent's and starts its own.
 std::atomic<Pool*> process_pool{nullptr};
 std::atomic<int> thread_count{0};
-thread_local int scoped_thread_count = 0;  // 0: none
 
 Pool& current_pool() {
   Pool* existing = process_pool.load(std::memory_order_acquire);
@@ -248,14 +255,7 @@ int usable_cpus() {
   return cpus;
 }
 
-ThreadCountScope::ThreadCountScope() : outer_(scoped_thread_count) {
-  scoped_thread_count = num_threads();
-}
-
-ThreadCountScope::~ThreadCountScope() { scoped_thread_count = outer_; }
-
 int num_threads() {
-  if (scoped_thread_count > 0) return scoped_thread_count;
   const int threads = thread_count.load(std::memory_order_relaxed);
   return threads > 0 ? threads : usable_cpus();
 }

@@ -16,19 +16,6 @@ constexpr int kMaxThreads = 1024;
 int num_threads();
 void set_num_threads(int threads);
 
-// While one stands, num_threads() of the thread that made it does not move, whatever others set: a
-// call sizes its scratch memory by it.
-class ThreadCountScope {
- public:
-  ThreadCountScope();
-  ~ThreadCountScope();
-  ThreadCountScope(const ThreadCountScope&) = delete;
-  ThreadCountScope& operator=(const ThreadCountScope&) = delete;
-
- private:
-  const int outer_;
-};
-
 using TaskFunction = void (*)(void* context, std::int64_t task, int worker);
 
 // Runs function(context, task, worker) for every task in [0, tasks), in ascending order of start,

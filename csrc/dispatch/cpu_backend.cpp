@@ -112,7 +112,6 @@ class CpuBackend final : public Backend {
 
   RunInfo forward(const Problem& problem, const ForwardBuffers& arrays,
                   const std::string& cpu_target) const override {
-    const ThreadCountScope scope;
     CpuTarget target = choose_cpu_target(cpu_target);
     if (problem.dtype == DType::kFloat64) {
       target = reference::attention_fwd(problem, arrays.f64, target);
@@ -128,7 +127,6 @@ class CpuBackend final : public Backend {
 
   RunInfo backward(const Problem& problem, const BackwardBuffers& arrays, bool accumulate,
                    const std::string& cpu_target) const override {
-    const ThreadCountScope scope;
     const CpuTarget target = choose_cpu_target(cpu_target);
     if (problem.dtype == DType::kFloat64) {
       return info(problem.family, backward_of(problem, arrays.f64, accumulate, target));
@@ -139,7 +137,6 @@ class CpuBackend final : public Backend {
   RunInfo run_kernel(BackwardKernel kernel, const Problem& problem,
                      const BackwardArrays<float>& arrays,
                      const std::string& cpu_target) const override {
-    const ThreadCountScope scope;
     const CpuTarget target = choose_cpu_target(cpu_target);
     return info(problem.family, run_backward_kernel(kernel, problem, arrays, target));
   }
