@@ -194,20 +194,41 @@ FORGE_INLINE void store_within(Real* row, std::int64_t at, std::int64_t n, Vec x
   }
 }
 
-FORGE_INLINE Real sum_of_lanes(Vec x) {
-  Real lanes[kLanes];
-  store(lanes, x);
-  FORGE_UNROLL
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
+// Lane i and the lane `distance` away change places; distance is a power of two.
+template <int distance>
+FORGE_INLINE Vec swap_lanes(Vec x) {
+#if defined(__AVX512F__)
+#define FORGE_SWAPPED(d)                                                                       \
+  __builtin_shufflevector(x, x, 0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d, 4 ^ d, 5 ^ d, 6 ^ d, 7 ^ d, 8 ^ d, \
+                          9 ^ d, 10 ^ d, 11 ^ d, 12 ^ d, 13 ^ d, 14 ^ d, 15 ^ d)
+#elif defined(__AVX2__)
+#define FORGE_SWAPPED(d) \
+  __builtin_shufflevector(x, x, 0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d, 4 ^ d, 5 ^ d, 6 ^ d, 7 ^ d)
+#else
+#define FORGE_SWAPPED(d) __builtin_shufflevector(x, x, 0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d)
+#endif
+  return FORGE_SWAPPED(distance);
+#undef FORGE_SWAPPED
 }
 
+template <int distance = kLanes / 2>
+FORGE_INLINE Real sum_of_lanes(Vec x) {
+  const Vec sum = x + swap_lanes<distance>(x);
+  if constexpr (distance > 1) {
+    return sum_of_lanes<distance / 2>(sum);
+  } else {
+    return sum[0];
+  }
+}
+
+template <int distance = kLanes / 2>
 FORGE_INLINE Real max_of_lanes(Vec x) {
-  Real largest = x[0];
-  for (int lane = 1; lane < kLanes; ++lane) largest = x[lane] > largest ? x[lane] : largest;
-  return largest;
+  const Vec larger = max(x, swap_lanes<distance>(x));
+  if constexpr (distance > 1) {
+    return max_of_lanes<distance / 2>(larger);
+  } else {
+    return larger[0];
+  }
 }
 
 // The 4x4 blocks that rows 0 to 3 hold in each of their 128-bit parts, transposed in place.
