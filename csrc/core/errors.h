@@ -1,5 +1,5 @@
-// What a wrong call throws. The bindings turn TypeError into Python's TypeError, DeviceError into
-// RuntimeError, std::invalid_argument into ValueError and std::bad_alloc into MemoryError.
+// What a wrong call throws. The bindings turn TypeError into Python's TypeError,
+// std::invalid_argument into ValueError and std::bad_alloc into MemoryError.
 #pragma once
 
 #include <stdexcept>
@@ -7,10 +7,6 @@
 namespace forge {
 
 struct TypeError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-struct DeviceError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 

@@ -81,8 +81,8 @@ struct BackwardArrays {
   const Real* o;
   const Real* dout;
   const Real* dlse;
-  const Real* p;                     // materialized
-  RowStats<const Real> stats;        // fused
+  const Real* p;               // materialized
+  RowStats<const Real> stats;  // fused
   Real* d_row;
   Real* dq;
   Real* dk;
@@ -91,8 +91,8 @@ struct BackwardArrays {
 
 // Position of row (b, h, i) in [B, H, Tq].
 template <typename Real>
-FORGE_INLINE std::int64_t row_index(const AttnParamsOf<Real>& params, std::int64_t b, std::int64_t h,
-                              std::int64_t i) {
+FORGE_INLINE std::int64_t row_index(const AttnParamsOf<Real>& params, std::int64_t b,
+                                    std::int64_t h, std::int64_t i) {
   return (b * params.H + h) * params.Tq + i;
 }
 

@@ -27,7 +27,6 @@ namespace {
 // Workers spin this long for the next region before they sleep: waking a sleeping thread costs tens
 // of microseconds, more than a small attention call takes.
 constexpr auto kSpinTime = std::chrono::microseconds(200);
-constexpr int kMaxThreads = 1024;
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -90,8 +89,8 @@ struct Region {
   }
 };
 
-// A worker and its mailbox. The caller offers a region; the worker takes it, or the caller takes the
-// offer back when nothing is left to do, so that a late wake-up costs nothing.
+// A worker and its mailbox. The caller offers a region; the worker takes it, or the caller takes
+// the offer back when nothing is left to do, so that a late wake-up costs nothing.
 class Worker {
  public:
   explicit Worker(int cpu) : cpu_(cpu), thread_([this] { work(); }) { thread_.detach(); }
@@ -223,6 +222,7 @@ class Pool {
 // which has no workers, leaks its parent's and starts its own.
 std::atomic<Pool*> process_pool{nullptr};
 std::atomic<int> thread_count{0};
+thread_local int scoped_thread_count = 0;  // 0: none
 
 Pool& current_pool() {
   Pool* existing = process_pool.load(std::memory_order_acquire);
@@ -248,7 +248,14 @@ int usable_cpus() {
   return cpus;
 }
 
+ThreadCountScope::ThreadCountScope() : outer_(scoped_thread_count) {
+  scoped_thread_count = num_threads();
+}
+
+ThreadCountScope::~ThreadCountScope() { scoped_thread_count = outer_; }
+
 int num_threads() {
+  if (scoped_thread_count > 0) return scoped_thread_count;
   const int threads = thread_count.load(std::memory_order_relaxed);
   return threads > 0 ? threads : usable_cpus();
 }

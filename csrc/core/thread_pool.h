@@ -10,19 +10,35 @@ namespace forge {
 // CPUs this process may use: its affinity mask, capped by a cgroup CPU quota.
 int usable_cpus();
 
+constexpr int kMaxThreads = 1024;
+
 // Threads a parallel_for uses, the caller included. 0 in set_num_threads means usable_cpus().
 int num_threads();
 void set_num_threads(int threads);
 
+// While one stands, num_threads() of the thread that made it does not move, whatever others set: a
+// call sizes its scratch memory by it.
+class ThreadCountScope {
+ public:
+  ThreadCountScope();
+  ~ThreadCountScope();
+  ThreadCountScope(const ThreadCountScope&) = delete;
+  ThreadCountScope& operator=(const ThreadCountScope&) = delete;
+
+ private:
+  const int outer_;
+};
+
 using TaskFunction = void (*)(void* context, std::int64_t task, int worker);
 
-// Runs function(context, task, worker) for every task in [0, tasks), in ascending order of start, on
-// up to most_threads threads; returns when all are done. worker is in [0, most_threads) and unique
-// among tasks that run at the same time: an index for scratch memory. Tasks must not throw.
+// Runs function(context, task, worker) for every task in [0, tasks), in ascending order of start,
+// on up to most_threads threads; returns when all are done. worker is in [0, most_threads) and
+// unique among tasks that run at the same time: an index for scratch memory. Tasks must not throw.
 // When another thread is already inside, the call runs all its tasks on its own thread.
 void run_tasks(std::int64_t tasks, int most_threads, TaskFunction function, void* context);
 
-// With scratch memory for a number of threads that was asked for before: num_threads() may have changed.
+// With scratch memory for a number of threads that was asked for before: num_threads() may have
+// changed.
 template <typename Body>
 void parallel_for(std::int64_t tasks, int most_threads, Body&& body) {
   run_tasks(

@@ -36,16 +36,15 @@ FORGE_INLINE Int64 saturating_sub(Int64 a, Int64 b) {
   return a - b;
 }
 
-// Saturation never changes which keys are visible: a saturated end lies beyond every real key on the
-// side where the exact one does.
+// Saturation never changes which keys are visible: a saturated end lies beyond every real key on
+// the side where the exact one does.
 template <typename Params>
 FORGE_INLINE AttnBand attn_band(Params params, AttnRange range) {
   AttnBand band;
-  band.lo_shift = params.window_left < 0 ? int64_min()
-                                         : saturating_sub(range.query_offset, params.window_left);
-  band.hi_shift = params.window_right < 0
-                      ? int64_max()
-                      : saturating_add(range.query_offset, params.window_right);
+  band.lo_shift =
+      params.window_left < 0 ? int64_min() : saturating_sub(range.query_offset, params.window_left);
+  band.hi_shift = params.window_right < 0 ? int64_max()
+                                          : saturating_add(range.query_offset, params.window_right);
   if (params.causal && band.hi_shift > range.query_offset) band.hi_shift = range.query_offset;
   band.key_lo = range.key_start > 0 ? range.key_start : 0;
   band.key_hi = range.key_end < params.Tk ? range.key_end - 1 : params.Tk - 1;

@@ -2,8 +2,8 @@
 // device computes the same bits. Float arithmetic and fma only; build with contraction off.
 //
 // Contract, tested over every float:
-//   attn_exp   at most 2 ulp; 0 below -87.33 (no subnormal results); +inf above 88.7228; NaN from NaN
-//   attn_tanh  at most 2 ulp; odd; tanh(+-inf) = +-1; tanh(x) = x for tiny x; NaN only from NaN
+//   attn_exp   at most 2 ulp; 0 below -87.33 (no subnormal results); +inf above 88.7228; NaN from
+//   NaN attn_tanh  at most 2 ulp; odd; tanh(+-inf) = +-1; tanh(x) = x for tiny x; NaN only from NaN
 #pragma once
 
 #include "shared/attn_params.h"
@@ -38,8 +38,8 @@ FORGE_INLINE float attn_exp(float x) {
   // x = n * ln(2) + r with |r| <= ln(2) / 2. Adding 1.5 * 2^23 rounds to the nearest integer.
   float shifted = x * 1.44269504f + 12582912.0f;
   float n = shifted - 12582912.0f;
-  float r = attn_fma(n, -0.693145752f, x);   // ln(2), high part: n times it is exact
-  r = attn_fma(n, -1.42860677e-6f, r);       // ln(2), low part
+  float r = attn_fma(n, -0.693145752f, x);  // ln(2), high part: n times it is exact
+  r = attn_fma(n, -1.42860677e-6f, r);      // ln(2), low part
   // (exp(r) - 1 - r) / r^2, minimax fit, 4e-9 relative
   float p = 0.00138145965f;
   p = attn_fma(p, r, 0.00836871751f);

@@ -2,8 +2,10 @@
 // shares nothing with csrc.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <random>
 #include <string>
@@ -12,6 +14,15 @@
 #include "core/problem.h"
 
 namespace forge_test {
+
+// Whether to run the next case: all of them, or every n-th where FORGE_TEST_CASE_STRIDE is n, for
+// machines that would take too long, such as an emulated one.
+inline bool takes_next_case() {
+  static const char* const text = std::getenv("FORGE_TEST_CASE_STRIDE");
+  static const long stride = text == nullptr ? 1 : std::max(1L, std::strtol(text, nullptr, 10));
+  static long number = 0;
+  return number++ % stride == 0;
+}
 
 // As SPEC.md names them. A window of -1 is unlimited; offsets, starts and ends empty: the defaults.
 struct Case {

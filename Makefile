@@ -1,0 +1,91 @@
+# make demo: train a small language model with forge and draw what it learnt.
+# make test: build everything and run all tests, C++ and Python.
+# make bench: time forge against other implementations, see docs/benchmarks.md.
+# make test-neon: the C++ tests for 64-bit ARM under an emulator (needs NEON_TOOLS).
+# Both need Python >= 3.10, make and a C++17 compiler; the rest is made in .venv and build/.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+PRESET ?= dev
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+BENCH_PEERS ?= torch==2.13.0 onnxruntime onnx jax
+NEON_TOOLS := aarch64-linux-gnu-g++ qemu-aarch64
+FLOAT_STRIDE ?= 97
+CASE_STRIDE ?= 1
+
+.PHONY: demo test bench test-neon test-neon-reduced sanitize lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	$(PIP) install --quiet "tqdm>=4.60" "matplotlib>=3.6"
+	$(PY) examples/train_char_lm.py $(DEMO_ARGS)
+
+test: $(VENV)/.installed
+	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "ruff>=0.6" "mypy>=1.11" \
+	  -r benchmarks/requirements.txt
+	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
+	$(VENV)/bin/cmake --build build/$(PRESET)
+	$(VENV)/bin/ctest --preset $(PRESET)
+	@$(MAKE) --no-print-directory test-neon-reduced
+
+# Cross-built, then run under qemu-user. Functions of one float are tried on every FLOAT_STRIDE-th,
+# the fused kernels on every CASE_STRIDE-th case.
+test-neon: $(VENV)/.installed
+	$(VENV)/bin/cmake --preset neon-qemu -G Ninja \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) \
+	  -DFORGE_FLOAT_STRIDE=$(FLOAT_STRIDE) -DFORGE_CASE_STRIDE=$(CASE_STRIDE)
+	$(VENV)/bin/cmake --build build/neon-qemu
+	$(VENV)/bin/ctest --preset neon-qemu
+
+# The same tests on fewer floats and cases, where the tools are installed; with FORGE_REQUIRE_NEON set their
+# absence is a failure.
+test-neon-reduced:
+	@case "$$(uname -m)" in arm64|aarch64) \
+	  echo "NEON: the tests above ran it, this machine is 64-bit ARM"; exit 0;; esac; \
+	missing=; for tool in $(NEON_TOOLS); do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -z "$$missing" ]; then \
+	  exec $(MAKE) --no-print-directory test-neon FLOAT_STRIDE=10007 CASE_STRIDE=11; fi; \
+	echo "NEON: SKIPPED, missing:$$missing (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)"; \
+	test -z "$$FORGE_REQUIRE_NEON"
+
+# A peer that cannot be installed is left out of the run.
+bench: $(VENV)/.installed
+	$(PIP) install --quiet -r benchmarks/requirements.txt
+	@for peer in $(BENCH_PEERS); do \
+	  $(PIP) install --quiet "$$peer" || echo "bench: $$peer cannot be installed here"; done
+	$(PY) -m benchmarks $(BENCH_ARGS)
+
+# The C++ tests under AddressSanitizer with UBSan, then under ThreadSanitizer.
+sanitize: $(VENV)/.installed
+	for preset in asan-ubsan tsan; do \
+	  $(VENV)/bin/cmake --preset $$preset -G Ninja \
+	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) && \
+	  $(VENV)/bin/cmake --build build/$$preset && $(VENV)/bin/ctest --preset $$preset || exit 1; \
+	done
+
+lint: $(VENV)/.installed
+	$(PIP) install --quiet "ruff>=0.6" "mypy>=1.11" "clang-format>=18"
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*' \
+	  'benchmarks/probe/*.cpp' 'benchmarks/probe/*.h')
+
+# The package, rebuilt when anything it is made of has changed.
+$(VENV)/.installed: $(VENV)/.tools pyproject.toml CMakeLists.txt README.md \
+    $(shell find csrc cmake python -type f -not -name '*.pyc')
+	$(PIP) install --quiet --no-build-isolation -C build-dir=build/wheel .
+	@touch $@
+
+$(VENV)/.tools:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "forge needs Python 3.10 or later; set PYTHON=python3.x"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "scikit-build-core>=0.10" "pybind11>=2.13" "cmake>=3.22" ninja
+	@touch $@
+
+clean:
+	rm -rf build $(VENV)

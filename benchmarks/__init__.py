@@ -1,0 +1,1 @@
+"""forge against other attention implementations, interleaved in one process."""

@@ -1,0 +1,114 @@
+"""onnxruntime: GroupQueryAttention where there is a causal mask, else MultiHeadAttention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from onnx import TensorProto, helper
+
+from benchmarks.cases import Array, Case, Inputs
+from benchmarks.peers import Runner, Unsupported
+
+DOMAIN = "com.microsoft"
+
+
+def _session(node: Any, inputs: list[Any], outputs: list[Any], threads: int) -> Any:
+    graph = helper.make_graph([node], "attention", inputs, outputs)
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
+    )
+    model.ir_version = 10
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+
+
+def _info(name: str, shape: list[Any] | None, dtype: int = TensorProto.FLOAT) -> Any:
+    return helper.make_tensor_value_info(name, dtype, shape)
+
+
+def _packed(x: Array) -> Array:
+    return x.reshape(x.shape[0], x.shape[1], -1)
+
+
+def _multi_head(case: Case, inputs: Inputs, threads: int) -> Runner:
+    if case.Hkv != case.H:
+        raise Unsupported("no operator for grouped heads without a causal mask")
+    node = helper.make_node(
+        "MultiHeadAttention", ["q", "k", "v"], ["o"], domain=DOMAIN, num_heads=case.H,
+        scale=case.scale,
+    )  # fmt: skip
+    shapes = [_info(name, ["B", f"T{name}", f"W{name}"]) for name in "qkv"]
+    session = _session(node, shapes, [_info("o", None)], threads)
+    feeds = {"q": _packed(inputs.q), "k": _packed(inputs.k), "v": _packed(inputs.v)}
+    return Runner(
+        forward=lambda: session.run(["o"], feeds)[0],
+        as_output=lambda out: out.reshape(inputs.q.shape),
+        note="MultiHeadAttention",
+    )
+
+
+def _group_query(case: Case, inputs: Inputs, threads: int) -> Runner:
+    attributes: dict[str, Any] = {
+        "num_heads": case.H, "kv_num_heads": case.Hkv, "scale": case.scale,
+    }  # fmt: skip
+    if case.window:
+        attributes["local_window_size"] = case.window
+    if case.softcap:
+        attributes["softcap"] = case.softcap
+    names = ["q", "k", "v", "past_k", "past_v", "last", "total"]
+    node = helper.make_node(
+        "GroupQueryAttention", names, ["o", "present_k", "present_v"], domain=DOMAIN, **attributes
+    )
+    cache = ["B", case.Hkv, "cache", case.hd]
+    shapes = [_info(name, ["B", "T", f"W{name}"]) for name in "qkv"]
+    shapes += [_info("past_k", cache), _info("past_v", cache)]
+    shapes += [_info("last", ["B"], TensorProto.INT32), _info("total", [1], TensorProto.INT32)]
+    results = [_info("o", None), _info("present_k", cache), _info("present_v", cache)]
+    session = _session(node, shapes, results, threads)
+    binding, out, bound = _bind(session, case, inputs)
+
+    def forward() -> Any:
+        session.run_with_iobinding(binding)
+        return out
+
+    forward.keeps = bound  # the binding refers to these arrays, it does not own them
+
+    return Runner(
+        forward=forward,
+        as_output=lambda value: value.numpy().reshape(inputs.q.shape),
+        note="GroupQueryAttention, key/value cache in place",
+    )
+
+
+def _bind(session: Any, case: Case, inputs: Inputs) -> tuple[Any, Any, Any]:
+    """Past and present keys share one buffer; the call stores the newest Tq of them again."""
+    value = onnxruntime.OrtValue.ortvalue_from_numpy
+    binding = session.io_binding()
+    newest = {
+        "q": _packed(inputs.q),
+        "k": np.ascontiguousarray(_packed(inputs.k)[:, -case.Tq :]),
+        "v": np.ascontiguousarray(_packed(inputs.v)[:, -case.Tq :]),
+        "last": np.full(case.B, case.Tk - 1, np.int32),
+        "total": np.array([case.Tk], np.int32),
+    }
+    for name, array in newest.items():
+        binding.bind_cpu_input(name, array)
+    for name, array in (("k", inputs.k), ("v", inputs.v)):
+        cache = value(np.ascontiguousarray(array.transpose(0, 2, 1, 3)))
+        binding.bind_ortvalue_input(f"past_{name}", cache)
+        binding.bind_ortvalue_output(f"present_{name}", cache)
+    out = value(np.empty_like(newest["q"]))
+    binding.bind_ortvalue_output("o", out)
+    return binding, out, newest
+
+
+def prepare(case: Case, inputs: Inputs, threads: int) -> Runner:
+    if case.causal:
+        return _group_query(case, inputs, threads)
+    return _multi_head(case, inputs, threads)

@@ -1,0 +1,65 @@
+#include "bindings/arrays.h"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "core/errors.h"
+
+namespace py = pybind11;
+
+namespace forge::bindings {
+namespace {
+
+py::array array_of(const py::handle& object, const std::string& name) {
+  if (!py::isinstance<py::array>(object)) {
+    throw TypeError(name + " must be a NumPy array, got " +
+                    std::string(py::str(py::type::handle_of(object).attr("__name__"))));
+  }
+  return py::reinterpret_borrow<py::array>(object);
+}
+
+}  // namespace
+
+ArrayView view_of(const py::handle& object, const std::string& name) {
+  const py::array array = array_of(object, name);
+  const py::dtype dtype = array.dtype();
+  ArrayView view;
+  view.name = name;
+  if (dtype.kind() == 'f' && dtype.itemsize() == 4) {
+    view.dtype = DType::kFloat32;
+  } else if (dtype.kind() == 'f' && dtype.itemsize() == 8) {
+    view.dtype = DType::kFloat64;
+  } else {
+    throw TypeError(name + " must be float32 or float64, got " + std::string(py::str(dtype)));
+  }
+  const bool native = dtype.attr("isnative").cast<bool>();
+  const bool aligned = (array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) != 0;
+  if (!native || !aligned) {
+    throw std::invalid_argument(name + " must be aligned and of native byte order, got " +
+                                (native ? "a misaligned array" : "a byte-swapped one"));
+  }
+  view.data = const_cast<void*>(array.data());
+  view.writeable = array.writeable();
+  for (py::ssize_t axis = 0; axis < array.ndim(); ++axis) {
+    view.shape.push_back(array.shape(axis));
+    // Strides of axes shorter than 2 are arbitrary in NumPy and never used.
+    view.strides.push_back(array.shape(axis) < 2 ? 0 : array.strides(axis) / dtype.itemsize());
+  }
+  return view;
+}
+
+std::vector<AttnRange> ranges_of(const py::handle& object) {
+  const py::array array = array_of(object, "ranges");
+  if (!py::isinstance<py::array_t<std::int64_t, py::array::c_style>>(array) || array.ndim() != 2 ||
+      array.shape(1) != 3) {
+    throw std::invalid_argument("ranges must be a C-contiguous int64 array of shape [B, 3]");
+  }
+  std::vector<AttnRange> ranges(static_cast<std::size_t>(array.shape(0)));
+  static_assert(sizeof(AttnRange) == 3 * sizeof(std::int64_t), "a record a row");
+  if (!ranges.empty()) {
+    std::memcpy(ranges.data(), array.data(), ranges.size() * sizeof(AttnRange));
+  }
+  return ranges;
+}
+
+}  // namespace forge::bindings

@@ -1,0 +1,21 @@
+// NumPy arrays as the core sees them. This is the only place that knows NumPy.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "core/validate.h"
+
+namespace forge::bindings {
+
+// The array's memory, never a copy or a cast. Throws TypeError for what is no array or of another
+// dtype than float32 and float64, std::invalid_argument for memory that kernels cannot read in
+// place (byte-swapped, misaligned).
+ArrayView view_of(const pybind11::handle& object, const std::string& name);
+
+// Records {query_offset, key_start, key_end} from a C-contiguous int64 array [B, 3].
+std::vector<AttnRange> ranges_of(const pybind11::handle& object);
+
+}  // namespace forge::bindings

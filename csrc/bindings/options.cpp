@@ -1,0 +1,76 @@
+#include "bindings/options.h"
+
+#include <stdexcept>
+
+#include "core/errors.h"
+
+namespace py = pybind11;
+
+namespace forge::bindings {
+namespace {
+
+py::object field(const py::dict& given, const char* name) {
+  if (!given.contains(name)) throw TypeError("options must have " + std::string(name));
+  return given[name];
+}
+
+[[noreturn]] void wrong_type(const char* name, const char* expected, const py::object& got) {
+  throw TypeError(std::string(name) + " must be " + expected + ", got " +
+                  std::string(py::str(py::type::of(got).attr("__name__"))));
+}
+
+std::int64_t int_field(const py::dict& given, const char* name) {
+  const py::object value = field(given, name);
+  if (!PyLong_Check(value.ptr()) || PyBool_Check(value.ptr())) wrong_type(name, "an int", value);
+  int overflow = 0;
+  const long long number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+  if (overflow != 0) {
+    throw std::invalid_argument(std::string(name) + " must be within int64, got " +
+                                std::string(py::str(value)));
+  }
+  return number;
+}
+
+double real_field(const py::dict& given, const char* name) {
+  const py::object value = field(given, name);
+  if (!PyFloat_Check(value.ptr())) wrong_type(name, "a float", value);
+  return PyFloat_AS_DOUBLE(value.ptr());
+}
+
+std::string text_field(const py::dict& given, const char* name) {
+  const py::object value = field(given, name);
+  if (!PyUnicode_Check(value.ptr())) wrong_type(name, "a string", value);
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &size);
+  if (text == nullptr) {
+    PyErr_Clear();
+    throw std::invalid_argument(std::string(name) + " must be valid text, got a lone surrogate");
+  }
+  return std::string(text, static_cast<std::size_t>(size));
+}
+
+}  // namespace
+
+Options options_of(const py::dict& given) {
+  const py::object causal = field(given, "causal");
+  if (!PyBool_Check(causal.ptr())) wrong_type("causal", "a bool", causal);
+  Options options;
+  options.causal = causal.ptr() == Py_True;
+  options.window_left = int_field(given, "window_left");
+  options.window_right = int_field(given, "window_right");
+  options.scale = real_field(given, "scale");
+  options.softcap = real_field(given, "softcap");
+  options.ranges = field(given, "ranges");
+  options.kernel = text_field(given, "kernel");
+  options.backend = text_field(given, "backend");
+  options.cpu_target = text_field(given, "cpu_target");
+  return options;
+}
+
+Options materialized_options_of(const py::dict& given) {
+  Options options = options_of(given);
+  options.kernel = "materialized";
+  return options;
+}
+
+}  // namespace forge::bindings

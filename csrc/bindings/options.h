@@ -1,0 +1,32 @@
+// The options of a call, out of the dict that the Python layer fills.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+namespace forge::bindings {
+
+// Everything about a call but its arrays.
+struct Options {
+  bool causal = false;
+  std::int64_t window_left = -1;
+  std::int64_t window_right = -1;
+  double scale = 1;
+  double softcap = 0;
+  pybind11::object ranges =
+      pybind11::none();  // int64 [B, 3]; None: all keys, the last query at the last key
+  std::string kernel = "fused";
+  std::string backend;     // empty: the first that serves
+  std::string cpu_target;  // empty: the best
+};
+
+// Throws TypeError for a missing field or one of another type; ranges are checked against the
+// problem later. The values are checked by core/validate.
+Options options_of(const pybind11::dict& given);
+
+// The same for the four kernels, which are materialized whatever the options say.
+Options materialized_options_of(const pybind11::dict& given);
+
+}  // namespace forge::bindings

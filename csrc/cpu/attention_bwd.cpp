@@ -1,0 +1,381 @@
+// The schedule of the backward.
+//
+// A task is a block of rows of one kv head; it walks over the tiles of keys that its rows see, in
+// ascending order. dq is private to it. A tile of dk and dv is added to by the blocks that see it
+// in descending order of their rows, each waiting for its predecessor: tasks start in that order,
+// so a predecessor is always running or done, and it is usually a tile ahead. So there are no
+// copies of dk and dv to add up, and no sum depends on which thread did what. With a single block
+// (short queries) the tiles are split between tasks instead, each with a dq of its own; these are
+// added up in order.
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "core/thread_pool.h"
+#include "cpu/attention.h"
+#include "cpu/backward_kernels.h"
+#include "cpu/scratch.h"
+
+namespace forge::cpu {
+#if defined(__x86_64__)
+namespace baseline {
+extern const BackwardKernels kBackwardKernels;
+}
+namespace avx2 {
+extern const BackwardKernels kBackwardKernels;
+}
+namespace avx512 {
+extern const BackwardKernels kBackwardKernels;
+}
+#elif defined(__aarch64__)
+namespace neon {
+extern const BackwardKernels kBackwardKernels;
+}
+#else
+namespace baseline {
+extern const BackwardKernels kBackwardKernels;
+}
+#endif
+
+namespace {
+
+const BackwardKernels& backward_kernels(CpuTarget target) {
+#if defined(__x86_64__)
+  if (target == CpuTarget::kAvx512) return avx512::kBackwardKernels;
+  if (target == CpuTarget::kAvx2) return avx2::kBackwardKernels;
+  return baseline::kBackwardKernels;
+#elif defined(__aarch64__)
+  (void)target;
+  return neon::kBackwardKernels;
+#else
+  (void)target;
+  return baseline::kBackwardKernels;
+#endif
+}
+
+Int64 divide_up(Int64 a, Int64 b) { return (a + b - 1) / b; }
+Int64 round_up(Int64 a, Int64 b) { return divide_up(a, b) * b; }
+
+// Everything here follows from the problem and the target, never from the number of threads.
+struct Plan {
+  BackwardTiling tiling;
+  Int64 lanes;
+  Int64 tile_rows;   // of the widest register tile
+  Int64 group_rows;  // rows of a kv head: Tq * rep
+  Int64 groups;      // B * Hkv
+  Int64 blocks;      // of a kv head
+  Int64 tiles;       // of its keys
+  Int64 splits;      // of the tiles, if blocks is 1
+};
+
+// Rows of a block: many, so that keys and their gradients stream past few times, but few enough for
+// the packed rows (five times rows * hd) to stay in the second-level cache, and for kWantedBlocks
+// to come of it where the problem is small.
+Int64 block_rows(const Plan& plan, Int64 hd, Int64 row_panel) {
+  constexpr Int64 kWantedBlocks = 8, kLeastRows = 64;
+  const Int64 most = hd <= 128 ? 192 : 96;
+  const Int64 wanted = divide_up(plan.group_rows * plan.groups, kWantedBlocks);
+  const Int64 rows = round_up(std::clamp(wanted, kLeastRows, most), row_panel);
+  return std::min(rows, round_up(plan.group_rows, plan.lanes));
+}
+
+Plan make_plan(const AttnParams& params, const BackwardKernels& kernels) {
+  constexpr Int64 kTileKeys = 48, kLine = 16;  // a cache line holds 16 floats
+  constexpr Int64 kSplitKeys = 256, kMostSplits = 16;
+  Plan plan{};
+  plan.lanes = kernels.lanes;
+  plan.tile_rows = kernels.tile_rows;
+  plan.group_rows = params.Tq * (params.H / params.Hkv);
+  plan.groups = params.B * params.Hkv;
+  BackwardTiling& tiling = plan.tiling;
+  tiling.hd = params.hd;
+  tiling.channels = round_up(params.hd, plan.lanes);
+  tiling.rows = std::max(plan.lanes, block_rows(plan, params.hd, kernels.row_panel));
+  tiling.keys = std::clamp<Int64>(params.Tk, 1, kTileKeys);
+  // An odd number of cache lines, so that a column of keys falls into different sets.
+  tiling.key_stride = (divide_up(tiling.channels, kLine) | 1) * kLine;
+  tiling.pair_stride = (divide_up(tiling.rows + plan.tile_rows, kLine) | 1) * kLine;
+  tiling.capped = params.softcap > 0;
+  plan.blocks = divide_up(plan.group_rows, tiling.rows);
+  plan.tiles = divide_up(params.Tk, tiling.keys);
+  plan.splits = plan.blocks == 1 ? std::clamp<Int64>(params.Tk / kSplitKeys, 1, kMostSplits) : 1;
+  return plan;
+}
+
+// Memory handed out front to back, each piece on a cache line.
+class Arena {
+ public:
+  template <typename T>
+  void take(T*& piece, Int64 count) {
+    piece = reinterpret_cast<T*>(base_ + used_);
+    used_ += round_up(count * static_cast<Int64>(sizeof(T)), 64);
+  }
+  explicit Arena(char* base) : base_(base) {}
+  Int64 used() const { return used_; }
+
+ private:
+  char* base_;
+  Int64 used_ = 0;
+};
+
+// Lays a block out from base on; returns the bytes it takes.
+Int64 lay_out(const Plan& plan, char* base, BackwardBlock& block) {
+  const BackwardTiling& tiling = plan.tiling;
+  block.tiling = tiling;
+  Arena arena(base);
+  for (float** piece : {&block.q_lanes, &block.dout_lanes})
+    arena.take(*piece, tiling.rows * tiling.hd);
+  for (float** piece : {&block.q_rows, &block.dout_rows, &block.dq}) {
+    arena.take(*piece, tiling.rows * tiling.channels);
+  }
+  for (float** piece : {&block.row_max, &block.inverse_sum, &block.d_row}) {
+    arena.take(*piece, tiling.rows);
+  }
+  for (Int64** piece : {&block.first_key, &block.last_key}) arena.take(*piece, tiling.rows);
+  for (Int32** piece : {&block.lo, &block.hi}) arena.take(*piece, tiling.rows);
+  const Int64 keys = tiling.keys + plan.tile_rows;
+  for (float** piece : {&block.k, &block.v}) arena.take(*piece, keys * tiling.key_stride);
+  for (float** piece : {&block.p, &block.ds}) arena.take(*piece, keys * tiling.pair_stride);
+  if (tiling.capped) arena.take(block.slope, keys * tiling.pair_stride);
+  return arena.used();
+}
+
+// Which keys the block's rows see, alone and together.
+void find_keys(const BackwardProblem& problem, BackwardBlock& block) {
+  const AttnParams& params = problem.params;
+  const Int64 rep = params.H / params.Hkv;
+  const AttnBand band = attn_band(params, problem.ranges[block.b]);
+  block.live_begin = block.live_end = 0;
+  block.key_begin = block.key_end = block.whole_begin = block.whole_end = 0;
+  bool live = false;
+  for (Int64 r = 0; r < block.rows; ++r) {
+    const IndexRange keys = visible_keys(band, (block.row_begin + r) / rep);
+    block.first_key[r] = keys.lo;
+    block.last_key[r] = keys.hi;
+    if (keys.lo > keys.hi) continue;
+    if (!live) {
+      block.live_begin = r;
+      block.key_begin = block.whole_begin = keys.lo;
+      block.key_end = block.whole_end = keys.hi + 1;
+      live = true;
+    }
+    block.live_end = r + 1;
+    block.key_begin = std::min(block.key_begin, keys.lo);
+    block.key_end = std::max(block.key_end, keys.hi + 1);
+    block.whole_begin = std::max(block.whole_begin, keys.lo);
+    block.whole_end = std::min(block.whole_end, keys.hi + 1);
+  }
+}
+
+struct TileRange {
+  Int64 begin;
+  Int64 end;
+};
+
+// Who works on which block next. A worker stays with its kv head, whose keys and gradients then
+// stay in its cache, and takes a fresh one when it is done; with none left it joins the head that
+// has most left. The blocks of a head always go out last rows first, which see most under a causal
+// mask. Only when a block is worked on depends on this, not what it adds to what.
+class BlockQueue {
+ public:
+  struct Item {
+    Int64 group;
+    Int64 block;
+  };
+
+  BlockQueue(Int64 groups, Int64 blocks, std::size_t workers)
+      : groups_(groups), left_(static_cast<std::size_t>(groups), blocks), at_(workers, -1) {}
+
+  // There must be one left.
+  Item take(int worker) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Int64& group = at_[static_cast<std::size_t>(worker)];
+    if (group < 0 || left(group) == 0) group = fresh_ < groups_ ? fresh_++ : most_left();
+    return {group, --left(group)};
+  }
+
+ private:
+  Int64& left(Int64 group) { return left_[static_cast<std::size_t>(group)]; }
+
+  Int64 most_left() {
+    Int64 best = -1;
+    for (Int64 group : at_) {
+      if (group >= 0 && (best < 0 || left(group) > left(best))) best = group;
+    }
+    return best;
+  }
+
+  const Int64 groups_;
+  std::vector<Int64> left_;  // [groups]: blocks not yet given out
+  std::vector<Int64> at_;    // [workers]: the kv head each is at, or -1
+  Int64 fresh_ = 0;          // the first kv head that nobody has begun
+  std::mutex mutex_;
+};
+
+class Backward {
+ public:
+  Backward(const BackwardProblem& problem, const BackwardKernels& kernels)
+      : problem_(problem),
+        kernels_(kernels),
+        plan_(make_plan(problem.params, kernels)),
+        threads_(num_threads()),
+        workers_(static_cast<std::size_t>(worker_count())),
+        queue_(plan_.groups, plan_.blocks, workers_.size()),
+        turns_(static_cast<std::size_t>(plan_.groups * plan_.tiles)),
+        scratch_(static_cast<std::size_t>(worker_count() * block_bytes() + partial_bytes())) {
+    for (std::size_t w = 0; w < workers_.size(); ++w) {
+      lay_out(plan_, scratch_.data() + static_cast<Int64>(w) * block_bytes(), workers_[w]);
+    }
+    partial_dq_ = reinterpret_cast<float*>(scratch_.data() + worker_count() * block_bytes());
+    for (std::atomic<Int32>& turn : turns_) turn.store(-1, std::memory_order_relaxed);
+  }
+
+  void run() {
+    clear_unseen();
+    if (plan_.blocks == 0) return;
+    if (plan_.splits > 1) return run_splits();
+    parallel_for(plan_.groups * plan_.blocks, threads_, [&](std::int64_t, int worker) {
+      const BlockQueue::Item item = queue_.take(worker);
+      BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
+      open(block, item.group, item.block);
+      kernels_.load_rows(problem_, block, true);
+      walk(block, item.group, tiles_of(block));
+      kernels_.store_dq(problem_, block, block.dq, 1);
+    });
+  }
+
+ private:
+  Int64 worker_count() const {
+    return std::min<Int64>(threads_, plan_.groups * std::max(plan_.blocks, plan_.splits));
+  }
+  // 64 bytes more than whole pages: workers' scratch then starts in different cache sets.
+  Int64 block_bytes() const {
+    BackwardBlock sizing{};
+    return round_up(lay_out(plan_, nullptr, sizing), 4096) + 64;
+  }
+  Int64 partial_bytes() const {
+    if (plan_.splits == 1) return 0;
+    return plan_.groups * plan_.splits * split_elements() * static_cast<Int64>(sizeof(float));
+  }
+  Int64 split_elements() const { return plan_.group_rows * plan_.tiling.channels; }
+
+  void open(BackwardBlock& block, Int64 group, Int64 index) const {
+    block.b = group / problem_.params.Hkv;
+    block.kv_head = group % problem_.params.Hkv;
+    block.row_begin = index * plan_.tiling.rows;
+    block.rows = std::min(plan_.tiling.rows, plan_.group_rows - block.row_begin);
+    find_keys(problem_, block);
+  }
+
+  TileRange tiles_of(const BackwardBlock& block) const {
+    if (block.key_begin >= block.key_end) return {0, 0};
+    return {block.key_begin / plan_.tiling.keys, divide_up(block.key_end, plan_.tiling.keys)};
+  }
+
+  // Tiles that some row of a block sees, without a block at hand.
+  TileRange tiles_of(Int64 b, Int64 index) const {
+    const AttnParams& params = problem_.params;
+    const Int64 rep = params.H / params.Hkv;
+    const AttnBand band = attn_band(params, problem_.ranges[b]);
+    const Int64 begin = index * plan_.tiling.rows / rep;
+    const Int64 last = std::min((index + 1) * plan_.tiling.rows, plan_.group_rows) - 1;
+    TileRange tiles{0, 0};
+    for (Int64 i = begin; i <= last / rep; ++i) {
+      const IndexRange keys = visible_keys(band, i);
+      if (keys.lo > keys.hi) continue;
+      if (tiles.begin == tiles.end) tiles.begin = keys.lo / plan_.tiling.keys;
+      tiles.end = keys.hi / plan_.tiling.keys + 1;
+    }
+    return tiles;
+  }
+
+  void walk(BackwardBlock& block, Int64 group, TileRange tiles) {
+    const Int64 index = block.row_begin / plan_.tiling.rows;
+    TileRange before{0, 0};
+    if (index + 1 < plan_.blocks) before = tiles_of(block.b, index + 1);
+    for (Int64 tile = tiles.begin; tile < tiles.end; ++tile) {
+      block.tile_begin = tile * plan_.tiling.keys;
+      block.tile_keys = std::min(plan_.tiling.keys, problem_.params.Tk - block.tile_begin);
+      kernels_.load_keys(problem_, block);
+      kernels_.scores(problem_, block);
+      std::atomic<Int32>& turn = turns_[static_cast<std::size_t>(group * plan_.tiles + tile)];
+      const bool follows = tile >= before.begin && tile < before.end;
+      if (follows) wait_for(turn, static_cast<Int32>(index + 1));
+      kernels_.key_gradients(problem_, block, follows || problem_.accumulate);
+      turn.store(static_cast<Int32>(index), std::memory_order_release);
+      kernels_.row_gradients(block);
+    }
+  }
+
+  static void wait_for(const std::atomic<Int32>& turn, Int32 index) {
+    for (int spins = 0; turn.load(std::memory_order_acquire) != index; ++spins) {
+      if (spins >= 2000) std::this_thread::yield();
+    }
+  }
+
+  void run_splits() {
+    parallel_for(plan_.groups * plan_.splits, threads_, [&](std::int64_t task, int worker) {
+      const Int64 group = task / plan_.splits, split = task % plan_.splits;
+      BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
+      float* const own_dq = block.dq;
+      block.dq = partial_dq_ + task * split_elements();
+      open(block, group, 0);
+      kernels_.load_rows(problem_, block, split == 0);
+      const TileRange tiles = tiles_of(block);
+      const Int64 count = tiles.end - tiles.begin;
+      walk(block, group,
+           {tiles.begin + count * split / plan_.splits,
+            tiles.begin + count * (split + 1) / plan_.splits});
+      block.dq = own_dq;
+    });
+    parallel_for(plan_.groups, threads_, [&](std::int64_t group, int worker) {
+      BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
+      open(block, group, 0);
+      kernels_.store_dq(problem_, block, partial_dq_ + group * plan_.splits * split_elements(),
+                        plan_.splits);
+    });
+  }
+
+  // Zeros for the tiles of keys that no row sees.
+  void clear_unseen() const {
+    if (problem_.accumulate) return;
+    const AttnParams& params = problem_.params;
+    std::vector<char> seen(static_cast<std::size_t>(plan_.tiles));
+    for (Int64 b = 0; b < params.B; ++b) {
+      std::fill(seen.begin(), seen.end(), 0);
+      for (Int64 index = 0; index < plan_.blocks; ++index) {
+        const TileRange tiles = tiles_of(b, index);
+        std::fill(seen.begin() + tiles.begin, seen.begin() + tiles.end, 1);
+      }
+      for (Int64 j = 0; j < params.Tk; ++j) {
+        if (seen[static_cast<std::size_t>(j / plan_.tiling.keys)]) continue;
+        for (Int64 h = 0; h < params.Hkv; ++h) {
+          std::fill_n(problem_.arrays.dk + element_offset(params.dk, b, j, h), params.hd, 0.0f);
+          std::fill_n(problem_.arrays.dv + element_offset(params.dv, b, j, h), params.hd, 0.0f);
+        }
+      }
+    }
+  }
+
+  const BackwardProblem problem_;
+  const BackwardKernels& kernels_;
+  const Plan plan_;
+  const int threads_;
+  std::vector<BackwardBlock> workers_;
+  BlockQueue queue_;
+  std::vector<std::atomic<Int32>> turns_;  // [groups][tiles]: the block that added to it last
+  Scratch scratch_;
+  float* partial_dq_;  // [groups][splits][rows][channels]
+};
+
+}  // namespace
+
+void attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, bool accumulate,
+                   CpuTarget target) {
+  BackwardProblem backward{params_as<float>(problem), arrays, problem.ranges.data(), accumulate};
+  Backward(backward, backward_kernels(target)).run();
+}
+
+}  // namespace forge::cpu

@@ -1,0 +1,90 @@
+// What the schedule of the backward (attention_bwd.cpp, once) and its kernels (backward.cpp, once
+// per CPU target) share.
+//
+// The rows of one kv head are its group's query rows, queries outside and heads inside: row
+// n = i * rep + r is query i of head hkv * rep + r. Rows that follow each other see nearly the same
+// keys, and in packed arrays they follow each other in memory. A block is a range of rows; it meets
+// the keys tile by tile and then is done: dq is private to it, dk and dv are added to tile by tile.
+#pragma once
+
+#include <cstdint>
+
+#include "core/problem.h"
+
+namespace forge::cpu {
+
+struct BackwardProblem {
+  AttnParamsOf<float> params;
+  BackwardArrays<float> arrays;
+  const AttnRange* ranges;
+  bool accumulate;
+};
+
+// Sizes of the scratch of one block, in elements.
+struct BackwardTiling {
+  Int64 rows;  // rows of a block, a multiple of the target's lanes
+  Int64 keys;  // keys of a tile
+  Int64 hd;
+  Int64 channels;     // hd rounded up to the target's lanes
+  Int64 key_stride;   // of a packed key
+  Int64 pair_stride;  // of a key's row of p and ds
+  bool capped;
+};
+
+struct BackwardBlock {
+  BackwardTiling tiling;
+  // Of the block's rows.
+  Int64 row_begin;  // the first, among the Tq * rep of the kv head
+  Int64 rows;       // as many as there are
+  Int64 b;
+  Int64 kv_head;
+  float* q_lanes;  // [panel of rows][hd][rows of the panel]: rows in lanes
+  float* dout_lanes;
+  float* q_rows;  // [panel of channels][row][channels of the panel]: channels in lanes
+  float* dout_rows;
+  float* dq;       // [row][channels], not yet scaled
+  float* row_max;  // [row]; rows that count for nothing hold zeros, here and in the arrays above
+  float* inverse_sum;
+  float* d_row;
+  Int64 live_begin;  // rows that see keys: [live_begin, live_end); padding up to whole vectors is
+                     // not live
+  Int64 live_end;
+  Int64* first_key;  // [row], the keys that a live row sees, inclusive
+  Int64* last_key;
+  Int64 key_begin;  // [key_begin, key_end): keys that some row sees
+  Int64 key_end;
+  Int64 whole_begin;  // [whole_begin, whole_end): keys that every live row sees
+  Int64 whole_end;
+  bool rows_finite;  // q and do of the live rows
+  // Of the current tile of keys.
+  Int64 tile_begin;
+  Int64 tile_keys;   // as many as there are
+  bool edge;         // some pairs are masked
+  bool keys_finite;  // k
+  float* k;          // [key][key_stride]
+  float* v;
+  float* p;  // [key][pair_stride]
+  float* ds;
+  float* slope;  // 1 - tanh^2, with softcap only
+  Int32* lo;     // [row], where edge: first_key and last_key, counted from tile_begin
+  Int32* hi;
+};
+
+struct BackwardKernels {
+  int lanes;
+  int row_panel;  // rows that the scores take at a time
+  int tile_rows;  // of the largest register tile: what scratch must hold past the last row and key
+  // Packs the rows, computes their d_row, clears dq.
+  void (*load_rows)(const BackwardProblem&, BackwardBlock&, bool write_d_row);
+  // Packs a tile of keys; says whether it is an edge.
+  void (*load_keys)(const BackwardProblem&, BackwardBlock&);
+  // p and ds of the tile.
+  void (*scores)(const BackwardProblem&, const BackwardBlock&);
+  // dk and dv of the tile, stored or added.
+  void (*key_gradients)(const BackwardProblem&, const BackwardBlock&, bool add);
+  void (*row_gradients)(const BackwardBlock&);
+  // The finished dq to its place: the partial sums [count][rows][channels] added up in this order.
+  void (*store_dq)(const BackwardProblem&, const BackwardBlock&, const float* partial, Int64 count);
+};
+
+}  // namespace forge::cpu

@@ -1,0 +1,248 @@
+// Packing for the backward: a block's rows once, a tile's keys each time the block meets it.
+#pragma once
+
+#include "cpu/backward_kernels.h"
+#include "cpu/panels.h"
+
+namespace forge::cpu::FORGE_TARGET {
+namespace {
+
+// Where a row of a kv head stands in the arrays; next() walks through the rows.
+struct RowPlace {
+  Int64 i;  // query
+  Int64 h;  // query head
+  Int64 first_head;
+  Int64 rep;
+
+  FORGE_MEMBER void next() {
+    if (++h < first_head + rep) return;
+    h = first_head;
+    ++i;
+  }
+};
+
+FORGE_INLINE RowPlace row_place(const AttnParams& params, Int64 kv_head, Int64 row) {
+  const Int64 rep = params.H / params.Hkv;
+  return {row / rep, kv_head * rep + row % rep, kv_head * rep, rep};
+}
+
+// Rows lie far apart, where hardware prefetchers do not look.
+FORGE_INLINE void prefetch(const Real* row, Int64 n) {
+  constexpr Int64 kLine = 64 / sizeof(Real);
+  for (Int64 at = 0; at < n; at += kLine) __builtin_prefetch(row + at);
+}
+
+FORGE_INLINE bool all_zero(Vec zeros) { return !any(zeros != Vec{}); }
+
+// kLanes rows of a block, from `first` on: vector `column` of a panel of `width` vectors.
+struct RowGroup {
+  Int64 first;
+  Int64 panel;  // the vector at which the panel starts
+  int width;
+  int column;
+};
+
+// A group's rows into the panels of channels and, transposed, into their column of a panel of rows;
+// null rows as zeros. Whole: no null rows, no partial vectors. Returns NaN lanes where an element
+// is not finite, else zeros.
+template <bool Whole>
+FORGE_INLINE Vec pack_rows(const BackwardTiling& tiling, const RowGroup& group,
+                           const Real* const (&rows)[kLanes], Real* channels, Real* lanes) {
+  const Int64 vecs = tiling.channels / kLanes, step = group.width * kLanes;
+  Real* column = lanes + group.panel * kLanes * tiling.hd + group.column * kLanes;
+  Vec zeros{};
+  for (Int64 at = 0; at < vecs;) {
+    const int width = panel_vecs(at, vecs, kChannelVecs);
+    Real* to = channels + (at * tiling.rows + group.first * width) * kLanes;
+    for (int v = 0; v < width; ++v) {
+      const Int64 d = (at + v) * kLanes, left = tiling.hd - d;
+      Vec x[kLanes];
+      FORGE_UNROLL
+      for (int j = 0; j < kLanes; ++j) {
+        x[j] = Whole ? load(rows[j] + d) : rows[j] ? load_within(rows[j], d, tiling.hd) : Vec{};
+        zeros = fma(x[j], Vec{}, zeros);
+        store(to + (j * width + v) * kLanes, x[j]);
+      }
+      transpose(x);
+      FORGE_UNROLL
+      for (int j = 0; j < kLanes; ++j) {
+        if (Whole || j < left) store(column + (d + j) * step, x[j]);
+      }
+    }
+    at += width;
+  }
+  return zeros;
+}
+
+// The dot products of kLanes pairs of rows, one a lane; 0 for null rows.
+template <bool Whole>
+FORGE_INLINE Vec dot_pairs(const Real* const (&a)[kLanes], const Real* const (&b)[kLanes],
+                           Int64 n) {
+  Vec sums[kLanes];
+  FORGE_UNROLL
+  for (int j = 0; j < kLanes; ++j) {
+    Vec sum{};
+    for (Int64 at = 0; (Whole || a[j]) && at < n; at += kLanes) {
+      sum = Whole ? fma(load(a[j] + at), load(b[j] + at), sum)
+                  : fma(load_within(a[j], at, n), load_within(b[j], at, n), sum);
+    }
+    sums[j] = sum;
+  }
+  transpose(sums);
+  FORGE_UNROLL
+  for (int count = kLanes / 2; count > 0; count /= 2) {
+    FORGE_UNROLL
+    for (int j = 0; j < count; ++j) sums[j] = sums[j] + sums[j + count];
+  }
+  return sums[0];
+}
+
+template <bool Whole>
+FORGE_INLINE Vec pack_group(BackwardBlock& block, const RowGroup& group,
+                            const Real* const (&q)[kLanes], const Real* const (&dout)[kLanes],
+                            const Real* const (&o)[kLanes]) {
+  const BackwardTiling& tiling = block.tiling;
+  store(block.d_row + group.first, dot_pairs<Whole>(dout, o, tiling.hd));
+  return pack_rows<Whole>(tiling, group, q, block.q_rows, block.q_lanes) +
+         pack_rows<Whole>(tiling, group, dout, block.dout_rows, block.dout_lanes);
+}
+
+// Packs a group of rows; `place` is that of its first and moves to that of the next group.
+FORGE_INLINE Vec load_group(const BackwardProblem& problem, BackwardBlock& block,
+                            const RowGroup& group, RowPlace& place, bool write_d_row) {
+  const AttnParams& params = problem.params;
+  const BackwardArrays<Real>& arrays = problem.arrays;
+  const Real *q[kLanes], *dout[kLanes], *o[kLanes];
+  Int64 stats_at[kLanes];
+  const Int64 present = block.rows - group.first;
+  for (int j = 0; j < kLanes; ++j) {
+    const Int64 r = group.first + j;
+    const bool live = r >= block.live_begin && r < block.live_end;
+    stats_at[j] = j < present ? row_index(params, block.b, place.h, place.i) : -1;
+    q[j] = live ? arrays.q + element_offset(params.q, block.b, place.i, place.h) : nullptr;
+    dout[j] = live ? arrays.dout + element_offset(params.dout, block.b, place.i, place.h) : nullptr;
+    o[j] = live ? arrays.o + element_offset(params.o, block.b, place.i, place.h) : nullptr;
+    block.row_max[r] = live ? arrays.stats.row_max[stats_at[j]] : 0;
+    block.inverse_sum[r] = live ? 1 / arrays.stats.row_sum[stats_at[j]] : 0;
+    if (j < present) place.next();
+  }
+  const bool whole = group.first >= block.live_begin && group.first + kLanes <= block.live_end &&
+                     params.hd % kLanes == 0;
+  const Vec zeros = whole ? pack_group<true>(block, group, q, dout, o)
+                          : pack_group<false>(block, group, q, dout, o);
+  for (int j = 0; j < kLanes && j < present; ++j) {
+    Real& d = block.d_row[group.first + j];
+    if (arrays.dlse && q[j]) d -= arrays.dlse[stats_at[j]];
+    if (write_d_row) arrays.d_row[stats_at[j]] = d;
+  }
+  return zeros;
+}
+
+FORGE_INLINE void prefetch_row(const BackwardProblem& problem, Int64 b, const RowPlace& place) {
+  const AttnParams& params = problem.params;
+  prefetch(problem.arrays.q + element_offset(params.q, b, place.i, place.h), params.hd);
+  prefetch(problem.arrays.o + element_offset(params.o, b, place.i, place.h), params.hd);
+  prefetch(problem.arrays.dout + element_offset(params.dout, b, place.i, place.h), params.hd);
+}
+
+void load_rows(const BackwardProblem& problem, BackwardBlock& block, bool write_d_row) {
+  const BackwardTiling& tiling = block.tiling;
+  const Int64 row_vecs = (block.rows + kLanes - 1) / kLanes;
+  RowPlace place = row_place(problem.params, block.kv_head, block.row_begin);
+  RowPlace ahead = place;
+  Int64 prefetched = 0;
+  Vec zeros{};
+  for (Int64 panel = 0; panel < row_vecs;) {
+    const int width = panel_vecs(panel, row_vecs, kRowVecs);
+    for (int column = 0; column < width; ++column) {
+      const Int64 first = (panel + column) * kLanes;
+      for (; prefetched < first + 2 * kLanes && prefetched < block.rows; ++prefetched) {
+        prefetch_row(problem, block.b, ahead);
+        ahead.next();
+      }
+      zeros = zeros + load_group(problem, block, {first, panel, width, column}, place, write_d_row);
+    }
+    panel += width;
+  }
+  block.rows_finite = all_zero(zeros);
+  const Int64 elements = block.rows * tiling.channels;
+  for (Int64 at = 0; at < elements; at += kLanes) store(block.dq + at, Vec{});
+}
+
+FORGE_INLINE Vec pack_key(const BackwardTiling& tiling, const Real* from, Real* to) {
+  Vec zeros{};
+  for (Int64 at = 0; at < tiling.channels; at += kLanes) {
+    const Vec x = load_within(from, at, tiling.hd);
+    zeros = fma(x, Vec{}, zeros);
+    store(to + at, x);
+  }
+  return zeros;
+}
+
+// A key counted from the tile's first, held within [-1, tile + 1) so that it fits a lane.
+FORGE_INLINE Int32 key_in_tile(const BackwardBlock& block, Int64 key) {
+  const Int64 at = key - block.tile_begin;
+  return static_cast<Int32>(at < 0 ? -1 : at < block.tile_keys ? at : block.tile_keys);
+}
+
+void load_keys(const BackwardProblem& problem, BackwardBlock& block) {
+  const AttnParams& params = problem.params;
+  const BackwardTiling& tiling = block.tiling;
+  Vec zeros{};
+  for (Int64 key = 0; key < block.tile_keys; ++key) {
+    const Int64 j = block.tile_begin + key;
+    if (j + tiling.keys < params.Tk) {  // of the next tile
+      const Int64 next = j + tiling.keys;
+      prefetch(problem.arrays.k + element_offset(params.k, block.b, next, block.kv_head),
+               params.hd);
+      prefetch(problem.arrays.v + element_offset(params.v, block.b, next, block.kv_head),
+               params.hd);
+    }
+    zeros = zeros + pack_key(tiling,
+                             problem.arrays.k + element_offset(params.k, block.b, j, block.kv_head),
+                             block.k + key * tiling.key_stride);
+    pack_key(tiling, problem.arrays.v + element_offset(params.v, block.b, j, block.kv_head),
+             block.v + key * tiling.key_stride);
+  }
+  block.keys_finite = all_zero(zeros);
+  const bool padded = block.rows % kLanes != 0 || block.live_end - block.live_begin != block.rows;
+  const bool whole = block.whole_begin <= block.tile_begin &&
+                     block.tile_begin + block.tile_keys <= block.whole_end;
+  // Rows that count for nothing give zeros without a mask, unless a key makes NaN of them.
+  block.edge = !whole || (padded && !block.keys_finite);
+  if (!block.edge) return;
+  const Int64 row_vecs = (block.rows + kLanes - 1) / kLanes;
+  for (Int64 r = 0; r < row_vecs * kLanes; ++r) {
+    // Both ends stay ascending over the rows: those before the live ones see keys before any, those
+    // after them keys after any.
+    const bool before = r < block.live_begin, after = r >= block.live_end;
+    block.lo[r] = before ? -1 : after ? INT32_MAX : key_in_tile(block, block.first_key[r]);
+    block.hi[r] = before ? -1 : after ? INT32_MAX : key_in_tile(block, block.last_key[r]);
+  }
+}
+
+// The finished dq to its place: the partial sums [count][rows][channels] added up in this order.
+void store_dq(const BackwardProblem& problem, const BackwardBlock& block, const Real* partial,
+              Int64 count) {
+  const AttnParams& params = problem.params;
+  const BackwardTiling& tiling = block.tiling;
+  const Vec scale = broadcast(params.scale);
+  RowPlace place = row_place(params, block.kv_head, block.row_begin);
+  for (Int64 r = 0; r < block.rows; ++r, place.next()) {
+    Real* to = problem.arrays.dq + element_offset(params.dq, block.b, place.i, place.h);
+    const bool live = r >= block.live_begin && r < block.live_end;
+    if (!live && problem.accumulate) continue;
+    for (Int64 at = 0; at < tiling.channels; at += kLanes) {
+      Vec sum{};
+      for (Int64 n = 0; live && n < count; ++n) {
+        sum = sum + load(partial + (n * block.rows + r) * tiling.channels + at);
+      }
+      sum = sum * scale;
+      if (problem.accumulate) sum = load_within(to, at, tiling.hd) + sum;
+      store_within(to, at, tiling.hd, sum);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace forge::cpu::FORGE_TARGET

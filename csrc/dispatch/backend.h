@@ -1,0 +1,68 @@
+// Backends in order of preference, what each can serve, and the choice among them.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/problem.h"
+
+namespace forge {
+
+struct Support {
+  bool ok;
+  std::string reason;  // why not; empty when ok
+};
+
+// What ran, for last_run().
+struct RunInfo {
+  std::string backend;
+  std::string kernel;
+  std::string cpu_target;
+  int threads = 1;
+};
+
+// The materialized backward kernels, one by one, in float32; the forward is one kernel already.
+enum class BackwardKernel { kD, kDq, kDkv };
+
+// Arrays of the dtype that problem.dtype names; the other member is unused.
+template <template <typename> class Arrays>
+struct ArraysOfDType {
+  Arrays<float> f32{};
+  Arrays<double> f64{};
+};
+using ForwardBuffers = ArraysOfDType<ForwardArrays>;
+using BackwardBuffers = ArraysOfDType<BackwardArrays>;
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual const char* name() const = 0;
+  // Whether the backend works on this machine at all.
+  virtual Support available() const = 0;
+  // Whether it can serve this problem with the family that the problem names.
+  virtual Support supports(const Problem& problem) const = 0;
+  // cpu_target: a name from core/cpu_target.h, or empty for the best.
+  virtual RunInfo forward(const Problem& problem, const ForwardBuffers& arrays,
+                          const std::string& cpu_target) const = 0;
+  // accumulate: add to what dq, dk and dv hold; otherwise they are overwritten.
+  virtual RunInfo backward(const Problem& problem, const BackwardBuffers& arrays, bool accumulate,
+                           const std::string& cpu_target) const = 0;
+  virtual RunInfo run_kernel(BackwardKernel kernel, const Problem& problem,
+                             const BackwardArrays<float>& arrays,
+                             const std::string& cpu_target) const = 0;
+};
+
+// In order of preference.
+const std::vector<const Backend*>& backends();
+
+struct BackendChoice {
+  const Backend* backend;
+  std::vector<std::pair<std::string, std::string>> passed_over;  // name, reason
+};
+
+// The backend of that name, or the first that supports the problem where the name is empty. Throws
+// std::invalid_argument for an unknown name, and with the reason where it cannot serve.
+BackendChoice choose_backend(const Problem& problem, const std::string& name);
+
+}  // namespace forge

@@ -1,0 +1,152 @@
+// Compiled once per target: FORGE_TARGET names the namespace, the build sets the instruction set
+// and turns contraction off.
+#include "reference/kernels.h"
+
+#include <limits>
+
+#include "shared/attn_math.h"
+
+namespace forge::reference {
+namespace {
+
+template <typename Real>
+FORGE_INLINE Real dot(const Real* a, const Real* b, Int32 hd) {
+  Real sum = 0;
+  for (Int32 d = 0; d < hd; ++d) sum = attn_fma(a[d], b[d], sum);
+  return sum;
+}
+
+// y += a * x
+template <typename Real>
+FORGE_INLINE void add_scaled(Real* y, Real a, const Real* x, Int32 hd) {
+  for (Int32 c = 0; c < hd; ++c) y[c] = attn_fma(a, x[c], y[c]);
+}
+
+// (b, head, t) of a row numbered over [B, heads, length].
+struct RowPosition {
+  std::int64_t b, head, t;
+  RowPosition(std::int64_t row, std::int64_t heads, std::int64_t length)
+      : b(row / (heads * length)), head(row / length % heads), t(row % length) {}
+};
+
+// ds of one (query, key) pair, scale and softcap included.
+template <typename Real>
+FORGE_INLINE Real score_gradient(const AttnParamsOf<Real>& params, const Real* q, const Real* k,
+                                 Real p, Real dp, Real d_row) {
+  Real ds = p * (dp - d_row) * params.scale;
+  if (params.softcap > 0) {
+    const Real x = dot(q, k, params.hd) * params.scale;
+    const Real t = attn_tanh(x / params.softcap);
+    ds = ds * attn_fma(-t, t, Real(1));
+  }
+  return ds;
+}
+
+template <typename Real>
+void fwd(const AttnParamsOf<Real>& params, const AttnRange* ranges,
+         const ForwardArrays<Real>& arrays, std::int64_t begin, std::int64_t end) {
+  const Int32 rep = params.H / params.Hkv;
+  for (std::int64_t row = begin; row < end; ++row) {
+    const RowPosition at(row, params.H, params.Tq);
+    const IndexRange keys = visible_keys(attn_band(params, ranges[at.b]), at.t);
+    const Real* q = arrays.q + element_offset(params.q, at.b, at.t, at.head);
+    const Real* k = arrays.k + element_offset(params.k, at.b, 0, at.head / rep);
+    const Real* v = arrays.v + element_offset(params.v, at.b, 0, at.head / rep);
+    Real* o = arrays.o + element_offset(params.o, at.b, at.t, at.head);
+    Real* p = arrays.p + row * params.Tk;
+
+    Real m = -std::numeric_limits<Real>::infinity();
+    for (std::int64_t j = keys.lo; j <= keys.hi; ++j) {
+      Real s = dot(q, k + j * params.k.row, params.hd) * params.scale;
+      if (params.softcap > 0) s = params.softcap * attn_tanh(s / params.softcap);
+      p[j] = s;
+      m = s > m ? s : m;
+    }
+    Real l = 0;
+    for (std::int64_t j = keys.lo; j <= keys.hi; ++j) {
+      p[j] = attn_exp(p[j] - m);
+      l = l + p[j];
+    }
+    for (Int32 c = 0; c < params.hd; ++c) o[c] = 0;
+    const Real inverse = Real(1) / l;
+    for (std::int64_t j = 0; j < params.Tk; ++j) {
+      if (j < keys.lo || j > keys.hi) {
+        p[j] = 0;
+        continue;
+      }
+      p[j] = p[j] * inverse;
+      add_scaled(o, p[j], v + j * params.v.row, params.hd);
+    }
+    arrays.stats.row_max[row] = m;
+    arrays.stats.row_sum[row] = l;
+  }
+}
+
+template <typename Real>
+void bwd_d(const AttnParamsOf<Real>& params, const BackwardArrays<Real>& arrays, std::int64_t begin,
+           std::int64_t end) {
+  for (std::int64_t row = begin; row < end; ++row) {
+    const RowPosition at(row, params.H, params.Tq);
+    const Real* dout = arrays.dout + element_offset(params.dout, at.b, at.t, at.head);
+    const Real* o = arrays.o + element_offset(params.o, at.b, at.t, at.head);
+    Real d = dot(dout, o, params.hd);
+    if (arrays.dlse != nullptr) d = d - arrays.dlse[row];
+    arrays.d_row[row] = d;
+  }
+}
+
+template <typename Real>
+void bwd_dq(const AttnParamsOf<Real>& params, const AttnRange* ranges,
+            const BackwardArrays<Real>& arrays, std::int64_t begin, std::int64_t end) {
+  const Int32 rep = params.H / params.Hkv;
+  for (std::int64_t row = begin; row < end; ++row) {
+    const RowPosition at(row, params.H, params.Tq);
+    const IndexRange keys = visible_keys(attn_band(params, ranges[at.b]), at.t);
+    const Real* q = arrays.q + element_offset(params.q, at.b, at.t, at.head);
+    const Real* dout = arrays.dout + element_offset(params.dout, at.b, at.t, at.head);
+    Real* dq = arrays.dq + element_offset(params.dq, at.b, at.t, at.head);
+    for (std::int64_t j = keys.lo; j <= keys.hi; ++j) {
+      const Real* k = arrays.k + element_offset(params.k, at.b, j, at.head / rep);
+      const Real* v = arrays.v + element_offset(params.v, at.b, j, at.head / rep);
+      const Real dp = dot(dout, v, params.hd);
+      const Real p = arrays.p[row * params.Tk + j];
+      add_scaled(dq, score_gradient(params, q, k, p, dp, arrays.d_row[row]), k, params.hd);
+    }
+  }
+}
+
+template <typename Real>
+void bwd_dkv(const AttnParamsOf<Real>& params, const AttnRange* ranges,
+             const BackwardArrays<Real>& arrays, std::int64_t begin, std::int64_t end) {
+  const Int32 rep = params.H / params.Hkv;
+  for (std::int64_t row = begin; row < end; ++row) {
+    const RowPosition at(row, params.Hkv, params.Tk);
+    const IndexRange queries = visible_queries(attn_band(params, ranges[at.b]), at.t, params.Tq);
+    const Real* k = arrays.k + element_offset(params.k, at.b, at.t, at.head);
+    const Real* v = arrays.v + element_offset(params.v, at.b, at.t, at.head);
+    Real* dk = arrays.dk + element_offset(params.dk, at.b, at.t, at.head);
+    Real* dv = arrays.dv + element_offset(params.dv, at.b, at.t, at.head);
+    for (std::int64_t h = at.head * rep; h < (at.head + 1) * rep; ++h) {
+      for (std::int64_t i = queries.lo; i <= queries.hi; ++i) {
+        const Real* q = arrays.q + element_offset(params.q, at.b, i, h);
+        const Real* dout = arrays.dout + element_offset(params.dout, at.b, i, h);
+        const std::int64_t query_row = row_index(params, at.b, h, i);
+        const Real p = arrays.p[query_row * params.Tk + at.t];
+        add_scaled(dv, p, dout, params.hd);
+        const Real dp = dot(dout, v, params.hd);
+        add_scaled(dk, score_gradient(params, q, k, p, dp, arrays.d_row[query_row]), q, params.hd);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+namespace FORGE_TARGET {
+extern const Kernels<float> kKernelsF32;
+extern const Kernels<double> kKernelsF64;
+const Kernels<float> kKernelsF32 = {fwd<float>, bwd_d<float>, bwd_dq<float>, bwd_dkv<float>};
+const Kernels<double> kKernelsF64 = {fwd<double>, bwd_d<double>, bwd_dq<double>, bwd_dkv<double>};
+}  // namespace FORGE_TARGET
+
+}  // namespace forge::reference

@@ -1,0 +1,38 @@
+// The four materialized kernels over a range of rows, compiled once per instruction set. Every
+// target computes the same bits: one rounding per operation, in a fixed order, fma where the order
+// says fma.
+#pragma once
+
+#include <cstdint>
+
+#include "core/problem.h"
+
+namespace forge::reference {
+
+// Rows are numbered b-major: (b, h, i) for query rows, (b, hkv, j) for key/value rows.
+template <typename Real>
+struct Kernels {
+  using Params = AttnParamsOf<Real>;
+  void (*fwd)(const Params&, const AttnRange*, const ForwardArrays<Real>&, std::int64_t begin,
+              std::int64_t end);
+  void (*bwd_d)(const Params&, const BackwardArrays<Real>&, std::int64_t begin, std::int64_t end);
+  void (*bwd_dq)(const Params&, const AttnRange*, const BackwardArrays<Real>&, std::int64_t begin,
+                 std::int64_t end);
+  void (*bwd_dkv)(const Params&, const AttnRange*, const BackwardArrays<Real>&, std::int64_t begin,
+                  std::int64_t end);
+};
+
+namespace baseline {
+extern const Kernels<float> kKernelsF32;
+extern const Kernels<double> kKernelsF64;
+}  // namespace baseline
+
+#if defined(__x86_64__)
+// The same text with hardware fma; baseline x86-64 calls the C library's.
+namespace avx2 {
+extern const Kernels<float> kKernelsF32;
+extern const Kernels<double> kKernelsF64;
+}  // namespace avx2
+#endif
+
+}  // namespace forge::reference

@@ -1,0 +1,188 @@
+"""Arrays at the door: what is taken in place, what is copied, what is refused."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from forge._memory import check_memory
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+IN_PLACE = "in place"
+
+
+class Input(NamedTuple):
+    """An input: what the kernels read, the caller's own array, and how one became the other."""
+
+    array: Array
+    given: Array
+    how: str
+    """``"in place"`` or ``"copied: <reason>"``."""
+
+
+def as_input(name: str, value: object) -> Input:
+    """Return ``value`` as an array that the kernels can read.
+
+    Nothing is cast: the dtype must be float32 or float64 already.
+
+    Raises:
+        TypeError: ``value`` is no array, has masked elements, or has another dtype.
+    """
+    array = _as_ndarray(name, value)
+    dtype = array.dtype
+    if dtype.kind != "f" or dtype.itemsize not in (4, 8):
+        raise TypeError(
+            f"{name} must be float32 (or float64 with kernel='materialized'), got {dtype}"
+        )
+    reason = _why_copy(array)
+    if reason is None:
+        return Input(array, array, IN_PLACE)
+    check_memory({f"a copy of {name}": array.shape}, dtype)
+    copy = np.array(array, dtype=dtype.newbyteorder("="), order="C")
+    return Input(copy, array, f"copied: {reason}")
+
+
+def _as_ndarray(name: str, value: object) -> Array:
+    if type(value) is np.ndarray:
+        return value
+    if isinstance(value, np.ndarray):
+        return unmasked(name, value)
+    if hasattr(value, "__array__") and not isinstance(value, (np.generic, type)):
+        return unmasked(name, np.asanyarray(value))
+    raise TypeError(f"{name} must be a NumPy array, got {type(value).__name__}")
+
+
+def unmasked(name: str, array: Array) -> Array:
+    """Return the plain ndarray behind a subclass; masked elements are a TypeError."""
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        raise TypeError(f"{name} must not have masked elements, got a masked array with some")
+    return array.view(np.ndarray)
+
+
+def _why_copy(array: Array) -> str | None:
+    if not array.dtype.isnative:
+        return "byte-swapped"
+    if not array.flags.aligned:
+        return "misaligned"
+    if array.size and array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        return "last axis not of unit stride"
+    return None
+
+
+def as_output(name: str, value: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Check an array that a result is to be written into.
+
+    Raises:
+        TypeError: no ndarray, or of another dtype.
+        ValueError: another shape, read-only, misaligned, byte-swapped, a last axis that has no unit
+            stride, or elements that overlap (a zero stride on an axis longer than 1, say).
+    """
+    if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} must be a NumPy array to write into, got {type(value).__name__}")
+    if value.dtype.newbyteorder("=") != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {value.dtype}")
+    if value.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {value.shape}")
+    if not value.flags.writeable:
+        raise ValueError(f"{name} must be writeable, got a read-only array")
+    reason = _why_copy(value)
+    if reason is not None:
+        raise ValueError(f"{name} must be written in place, got an array that is {reason}")
+    _refuse_self_overlap(name, value)
+    return value.view(np.ndarray)
+
+
+def _refuse_self_overlap(name: str, array: Array) -> None:
+    """Refuse arrays where two indices may mean one address: each stride must step over the smaller.
+
+    That is sufficient, not necessary: an exotic interleaving without overlap is refused as well.
+    """
+    if not array.size:
+        return
+    span = array.itemsize
+    axes = zip(array.shape, array.strides, range(array.ndim), strict=True)
+    for extent, stride, axis in sorted(axes, key=lambda item: abs(item[1])):
+        if extent < 2:
+            continue
+        if stride == 0:
+            raise ValueError(f"{name} must have no zero stride, got one on axis {axis}")
+        if abs(stride) < span:
+            raise ValueError(f"{name} must not overlap itself, got strides {array.strides}")
+        span += (extent - 1) * abs(stride)
+
+
+def check_overlap(outputs: dict[str, Array], inputs: dict[str, Array]) -> None:
+    """Refuse outputs that share memory with an input or with one another.
+
+    Raises:
+        ValueError: naming the two.
+    """
+    names = list(outputs)
+    for position, name in enumerate(names):
+        others = {other: outputs[other] for other in names[position + 1 :]}
+        for other, array in {**inputs, **others}.items():
+            if np.shares_memory(outputs[name], array):
+                raise ValueError(f"{name} must not overlap {other}, got arrays that share memory")
+
+
+def split_heads(array: Array, heads: int) -> Array:
+    """View ``[B, T, heads * hd]`` as ``[B, T, heads, hd]``; 4-D arrays as they are."""
+    if array.ndim == 4:
+        return array
+    B, T, width = array.shape
+    return array.reshape(B, T, heads, width // heads)
+
+
+def empty(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Array:
+    """Return an uninitialized C-contiguous array on whole memory pages of its own.
+
+    Such arrays can be handed to a GPU without a copy: they start at a page's edge, and no other
+    array lives on their pages.
+
+    Args:
+        shape: the shape, an int or a tuple of ints.
+        dtype: any dtype without Python objects.
+
+    Raises:
+        MemoryError: more bytes than the process can get.
+        TypeError: a shape that is no int or tuple of ints, or a dtype that holds Python objects.
+        ValueError: a negative extent.
+    """
+    try:
+        kind = np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"dtype must be a NumPy dtype, got {dtype!r}") from error
+    if kind.hasobject or kind.subdtype is not None or kind.itemsize == 0:
+        raise TypeError(f"dtype must have a fixed size and hold no Python objects, got {kind}")
+    given = shape if isinstance(shape, (tuple, list)) else (shape,)
+    extents = tuple(as_int("shape", extent) for extent in given)
+    if any(extent < 0 for extent in extents):
+        raise ValueError(f"shape must not be negative, got {shape}")
+    check_memory({"the array": extents}, kind)
+    nbytes = math.prod(extents) * kind.itemsize
+    page = _page_size()
+    whole = max(1, -(-nbytes // page)) * page
+    block = np.empty(whole + page, np.uint8)
+    start = -block.ctypes.data % page
+    array: Array = block[start : start + nbytes].view(kind).reshape(extents)
+    return array
+
+
+def as_int(name: str, value: object, expected: str = "an int") -> int:
+    """Return an int; bools and floats are TypeError."""
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}") from error
+
+
+def _page_size() -> int:
+    import mmap
+
+    return mmap.PAGESIZE

@@ -1,0 +1,115 @@
+"""How much memory the process can get, so that a call too large is refused before it starts."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Below this a call is not worth asking the system about.
+_SMALL = 64 << 20
+
+
+def check_memory(
+    shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[Any], instead: str = ""
+) -> None:
+    """Refuse a call whose new arrays, all together, do not fit, before any is allocated.
+
+    Args:
+        shapes: the shape of each array by name.
+        dtype: their dtype.
+        instead: what to do about it, for the message.
+
+    Raises:
+        MemoryError: saying how many bytes it takes, how many there are, and ``instead``.
+    """
+    sizes = {
+        name: math.prod(int(extent) for extent in shape) * dtype.itemsize
+        for name, shape in shapes.items()
+    }
+    total = sum(sizes.values())
+    if total <= _SMALL:
+        return
+    available = available_memory()
+    if total > available:
+        largest = max(sizes, key=lambda name: sizes[name])
+        among = "" if len(sizes) == 1 else f" of {total} in all"
+        hint = f"; {instead}" if instead else ""
+        raise MemoryError(
+            f"{largest} of shape {tuple(shapes[largest])} takes {sizes[largest]} bytes{among}, "
+            f"{available} are available{hint}"
+        )
+
+
+def available_memory() -> int:
+    """Bytes the process can still get: the least of free memory, cgroup limit and address space."""
+    limits = [_physical_memory(), _cgroup_headroom(), _address_space_headroom()]
+    return min(limit for limit in limits if limit is not None)
+
+
+def _physical_memory() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_headroom() -> int | None:
+    """Return the least that any cgroup of this process leaves, up to the root; None: no limit."""
+    headrooms = []
+    for folder, limit, usage in _cgroup_folders():
+        try:
+            used = int((folder / usage).read_text()) - _reclaimable(folder)
+            headrooms.append(max(0, int((folder / limit).read_text()) - used))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(headrooms, default=None)
+
+
+def _cgroup_folders() -> list[tuple[Path, str, str]]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        own = root / path.strip("/")
+        folders += [(at, *names) for at in (own, *own.parents) if at.is_relative_to(root)]
+    return folders
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache that counts as used but is given back on demand."""
+    for line in (folder / "memory.stat").read_text().splitlines():
+        name, size = line.split()
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(size)
+    return 0
+
+
+def _address_space_headroom() -> int | None:
+    try:
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if soft == resource.RLIM_INFINITY:
+            return None
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        return max(0, soft - pages * os.sysconf("SC_PAGE_SIZE"))
+    except (ImportError, OSError):
+        return None

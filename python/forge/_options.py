@@ -1,0 +1,275 @@
+"""Options of an attention call: checked once, in the words of the caller."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forge import _forge
+from forge._arrays import Array, as_int, unmasked
+from forge._memory import check_memory
+
+Window = int | tuple[int, int] | None
+Positions = int | Array | None
+
+_INT64_MAX = 2**63 - 1
+_INT64_MIN = -(2**63)
+KERNELS = ("fused", "materialized")
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Sizes of a problem, in SPEC's symbols."""
+
+    B: int
+    Tq: int
+    Tk: int
+    H: int
+    Hkv: int
+    hd: int
+
+
+def head_counts(
+    q: Array,
+    k: Array,
+    v: Array,
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    names: tuple[str, str, str] = ("q", "k", "v"),
+) -> Heads:
+    """Return the sizes that q, k and v agree on; ``names`` is what to call them in errors.
+
+    Raises:
+        TypeError: a head count that is no int.
+        ValueError: ranks, widths, lengths or head counts that contradict one another.
+    """
+    q_name, k_name, v_name = names
+    if q.ndim not in (3, 4):
+        raise ValueError(
+            f"{q_name} must be [B, T, heads, hd] or [B, T, heads * hd], got shape {q.shape}"
+        )
+    for name, array in ((k_name, k), (v_name, v)):
+        if array.ndim != q.ndim:
+            raise ValueError(
+                f"{name} must have the rank of {q_name}, got shapes {array.shape} and {q.shape}"
+            )
+        if array.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"{name} must have the batch of {q_name}, got {array.shape[0]} and {q.shape[0]}"
+            )
+    if v.shape != k.shape:
+        raise ValueError(f"{v_name} must have the shape of {k_name}, got {v.shape} and {k.shape}")
+    H = None if num_heads is None else as_int("num_heads", num_heads)
+    Hkv = None if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads)
+    given = ((q_name, q), (k_name, k))
+    sizes = (_heads_of_4d if q.ndim == 4 else _heads_of_3d)(given, H, Hkv)
+    if sizes.H % sizes.Hkv:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got {sizes.H} and {sizes.Hkv}"
+        )
+    return sizes
+
+
+NamedArrays = tuple[tuple[str, Array], tuple[str, Array]]
+
+
+def _heads_of_4d(given: NamedArrays, H: int | None, Hkv: int | None) -> Heads:
+    (q_name, q), (k_name, k) = given
+    for option, count, (name, array) in zip(
+        ("num_heads", "num_kv_heads"), (H, Hkv), given, strict=True
+    ):
+        if count is not None and count != array.shape[2]:
+            raise ValueError(
+                f"{option} must agree with {name}'s shape, got {count} and {array.shape}"
+            )
+    for name, array in given:
+        if array.shape[2] < 1:
+            raise ValueError(f"{name} must have at least one head, got shape {array.shape}")
+        if array.shape[3] < 1:
+            raise ValueError(f"{name} must have a head dim of at least 1, got shape {array.shape}")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"{k_name} must have the head dim of {q_name}, got {k.shape[3]} and {q.shape[3]}"
+        )
+    return Heads(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+
+
+def _heads_of_3d(given: NamedArrays, H: int | None, Hkv: int | None) -> Heads:
+    (q_name, q), (k_name, k) = given
+    if H is None:
+        raise ValueError(
+            f"num_heads must be given for 3-D arrays, got None with {q_name} {q.shape}"
+        )
+    if H < 1:
+        raise ValueError(f"num_heads must be at least 1, got {H}")
+    if Hkv is None:
+        Hkv = H
+    if Hkv < 1:
+        raise ValueError(f"num_kv_heads must be at least 1, got {Hkv} with num_heads {H}")
+    for (name, array), heads in zip(given, (H, Hkv), strict=True):
+        if array.shape[2] < 1 or array.shape[2] % heads:
+            raise ValueError(
+                f"{name} must have a last axis that is a positive multiple of its {heads} heads, "
+                f"got shape {array.shape}"
+            )
+    hd = q.shape[2] // H
+    if k.shape[2] // Hkv != hd:
+        raise ValueError(
+            f"{k_name} must have the head dim of {q_name}, got {k.shape[2]} / {Hkv} heads and "
+            f"{q.shape[2]} / {H} heads"
+        )
+    return Heads(q.shape[0], q.shape[1], k.shape[1], H, Hkv, hd)
+
+
+def _as_real(name: str, value: object, dtype: np.dtype[Any]) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a real number, got {type(value).__name__}")
+    try:
+        real = float(value)
+    except OverflowError:
+        real = math.inf
+    if not math.isfinite(real):
+        raise ValueError(f"{name} must be finite, got {value}")
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = float(dtype.type(real))
+    if not math.isfinite(rounded) or (real != 0 and rounded == 0):
+        raise ValueError(f"{name} must be within {dtype}'s range, got {value}")
+    return real
+
+
+def _as_window(window: object) -> tuple[int, int]:
+    """Return (left, right), -1 for no limit."""
+    if window is None:
+        return -1, -1
+    if isinstance(window, tuple):
+        if len(window) != 2:
+            raise ValueError(f"window must be an int or (left, right), got {window}")
+        left, right = (as_int("window", end) for end in window)
+        if left < -1 or right < -1:
+            raise ValueError(f"window must have ends of at least -1, got {window}")
+        return _no_limit_beyond_int64(left), _no_limit_beyond_int64(right)
+    width = as_int("window", window, "an int or a tuple (left, right)")
+    if width < 1:
+        raise ValueError(f"window must be at least 1, got {width}")
+    return _no_limit_beyond_int64(width - 1), -1
+
+
+def _no_limit_beyond_int64(end: int) -> int:
+    return end if end <= _INT64_MAX else -1
+
+
+def _as_positions(name: str, value: object, B: int, lo: int, hi: int) -> Array | int:
+    if isinstance(value, np.ndarray) and value.ndim:
+        value = unmasked(name, value)
+        if value.dtype.kind not in "iu":
+            raise TypeError(f"{name} must be an int or an int array [B], got {value.dtype}")
+        if value.shape != (B,):
+            raise ValueError(f"{name} must have shape ({B},), got {value.shape}")
+        ends = [int(value.min()), int(value.max())] if B else []
+        position: Array | int = value
+    else:
+        position = as_int(name, value, "an int or an int array [B]")
+        ends = [position]
+    for end in ends:
+        if not lo <= end <= hi:
+            raise ValueError(f"{name} must be within [{lo}, {hi}], got {end}")
+    return position
+
+
+def _ranges(
+    heads: Heads, query_offset: Positions, key_start: Positions, key_end: Positions
+) -> Array | None:
+    """Return int64 [B, 3] of (query_offset, key_start, key_end), or None where all are default."""
+    if query_offset is None and key_start is None and key_end is None:
+        return None
+    B, Tk = heads.B, heads.Tk
+    ranges = np.empty((B, 3), np.int64)
+    ranges[:] = Tk - heads.Tq, 0, Tk
+    for column, (name, value, lo, hi) in enumerate(
+        (
+            ("query_offset", query_offset, _INT64_MIN, _INT64_MAX),
+            ("key_start", key_start, 0, Tk),
+            ("key_end", key_end, 0, Tk),
+        )
+    ):
+        if value is not None:
+            ranges[:, column] = _as_positions(name, value, B, lo, hi)
+    return ranges
+
+
+def kernel_name(kernel: object) -> str:
+    """Return the kernel family asked for; None means fused."""
+    if kernel is None:
+        return "fused"
+    if not isinstance(kernel, str):
+        raise TypeError(f"kernel must be a string, got {type(kernel).__name__}")
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel must be 'fused' or 'materialized', got {kernel!r}")
+    return kernel
+
+
+def backend_name(backend: object) -> str:
+    """Return the backend asked for by argument or FORGE_BACKEND; empty: the first that serves."""
+    source = "backend"
+    if backend is None:
+        backend = os.environ.get("FORGE_BACKEND") or None
+        source = "FORGE_BACKEND"
+    if backend is None:
+        return ""
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a string, got {type(backend).__name__}")
+    known = list(_forge.backends())
+    if backend not in known:
+        raise ValueError(f"{source} must be one of {known}, got {backend!r}")
+    return backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskAndScale:
+    """The options that shape the scores, as the caller gave them."""
+
+    causal: bool = False
+    window: Window = None
+    softcap: float | None = None
+    scale: float | None = None
+    query_offset: Positions = None
+    key_start: Positions = None
+    key_end: Positions = None
+
+
+def compiled_options(
+    given: MaskAndScale, heads: Heads, dtype: np.dtype[Any], kernel: str, backend: str
+) -> _forge.Options:
+    """Check the options and put them into the record that the compiled module takes.
+
+    Raises:
+        TypeError: an option of the wrong type.
+        ValueError: an option out of its range.
+    """
+    if not isinstance(given.causal, (bool, np.bool_)):
+        raise TypeError(f"causal must be a bool, got {type(given.causal).__name__}")
+    window_left, window_right = _as_window(given.window)
+    check_memory({"the key ranges": (heads.B, 3)}, np.dtype(np.int64))
+    softcap = 0.0 if given.softcap is None else _as_real("softcap", given.softcap, dtype)
+    if softcap < 0:
+        raise ValueError(f"softcap must not be negative, got {given.softcap}")
+    return {
+        "causal": bool(given.causal),
+        "window_left": window_left,
+        "window_right": window_right,
+        "softcap": softcap,
+        "scale": (
+            1 / math.sqrt(heads.hd)
+            if given.scale is None
+            else _as_real("scale", given.scale, dtype)
+        ),
+        "ranges": _ranges(heads, given.query_offset, given.key_start, given.key_end),
+        "kernel": kernel,
+        "backend": backend,
+        "cpu_target": os.environ.get("FORGE_CPU_TARGET", ""),
+    }

@@ -1,0 +1,124 @@
+"""What a forward call keeps for its backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forge._arrays import Array
+from forge._options import Heads
+
+if TYPE_CHECKING:
+    from forge._forge import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The inputs of one forward call, checked: q, k, v with heads split, and its options."""
+
+    q: Array
+    k: Array
+    v: Array
+    ndim: int
+    heads: Heads
+    options: Options
+    kernel: str
+    given: dict[str, Array]
+    """The caller's own q, k and v, where a copy is read."""
+    arrays: dict[str, str]
+    """What became of them, for last_run()."""
+
+    def query_shape(self) -> tuple[int, ...]:
+        sizes = self.heads
+        if self.ndim == 4:
+            return sizes.B, sizes.Tq, sizes.H, sizes.hd
+        return sizes.B, sizes.Tq, sizes.H * sizes.hd
+
+    def key_shape(self) -> tuple[int, ...]:
+        sizes = self.heads
+        if self.ndim == 4:
+            return sizes.B, sizes.Tk, sizes.Hkv, sizes.hd
+        return sizes.B, sizes.Tk, sizes.Hkv * sizes.hd
+
+    def row_shape(self) -> tuple[int, int, int]:
+        return self.heads.B, self.heads.H, self.heads.Tq
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Saved:
+    """What a forward call keeps for its backward.
+
+    References to q, k, v and out, the row statistics and the options. Arrays are not copied: do not
+    write into them before the backward.
+    """
+
+    _call: Call
+    out: Array
+    """``o``, in the rank of q."""
+    row_max: Array
+    """``m``, the maximum of each row's visible scores; ``[B, H, Tq]``; -inf for a dead row."""
+    row_sum: Array
+    """``l``, the sum of ``exp(s - m)`` over the visible keys; ``[B, H, Tq]``; 0 for a dead row."""
+    _probs: Array | None
+    backend: str
+    """The backend that ran, and that the backward will run on."""
+
+    @property
+    def kernel(self) -> str:
+        """The kernel family asked for: ``"fused"`` or ``"materialized"``."""
+        return self._call.kernel
+
+    @property
+    def lse(self) -> Array:
+        """Log-sum-exp of the scaled, capped, visible scores, natural log; ``[B, H, Tq]``.
+
+        -inf for a row that sees no key.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            lse: Array = self.row_max + np.log(self.row_sum)
+        return lse
+
+    @property
+    def probs(self) -> Array:
+        """``p``, ``[B, H, Tq, Tk]``; only from ``kernel="materialized"``.
+
+        Raises:
+            ValueError: the forward ran with another kernel.
+        """
+        if self._probs is None:
+            raise ValueError(
+                f"probs must come from a forward with kernel='materialized', "
+                f"got kernel={self.kernel!r}"
+            )
+        return self._probs
+
+    @property
+    def q(self) -> Array:
+        """The queries the forward read, in the rank they came in."""
+        return self._call.q.reshape(self._call.query_shape())
+
+    @property
+    def k(self) -> Array:
+        """The keys the forward read, in the rank they came in."""
+        return self._call.k.reshape(self._call.key_shape())
+
+    @property
+    def v(self) -> Array:
+        """The values the forward read, in the rank they came in."""
+        return self._call.v.reshape(self._call.key_shape())
+
+    def _arrays(self) -> dict[str, Array]:
+        """Return what the backward reads besides q, k, v and dout, by name."""
+        arrays = {"out": self.out, "row_max": self.row_max, "row_sum": self.row_sum}
+        if self._probs is not None:
+            arrays["probs"] = self._probs
+        return arrays
+
+    def __repr__(self) -> str:
+        sizes = self._call.heads
+        return (
+            f"Saved(kernel={self.kernel!r}, backend={self.backend!r}, B={sizes.B}, Tq={sizes.Tq}, "
+            f"Tk={sizes.Tk}, H={sizes.H}, Hkv={sizes.Hkv}, hd={sizes.hd})"
+        )

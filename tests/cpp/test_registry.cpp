@@ -1,0 +1,84 @@
+// Which backend is chosen, and what is said where none can serve; which CPU targets there are.
+#include <stdexcept>
+#include <string>
+
+#include "check.h"
+#include "core/cpu_target.h"
+#include "dispatch/backend.h"
+
+namespace {
+
+forge::Problem problem_of(forge::Family family, forge::DType dtype, int hd) {
+  forge::Problem problem;
+  problem.family = family;
+  problem.dtype = dtype;
+  problem.params.B = 1;
+  problem.params.H = 1;
+  problem.params.Hkv = 1;
+  problem.params.hd = hd;
+  return problem;
+}
+
+std::string refusal(const forge::Problem& problem, const std::string& name) {
+  try {
+    forge::choose_backend(problem, name);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+void test_choice() {
+  using forge::DType;
+  using forge::Family;
+  const forge::Problem plain = problem_of(Family::kMaterialized, DType::kFloat32, 8);
+  CHECK(forge::choose_backend(plain, "cpu").backend->name() == std::string("cpu"));
+  // Unnamed: the first that serves, with the reasons of those before it.
+  const forge::BackendChoice choice = forge::choose_backend(plain, "");
+  for (const auto& [name, reason] : choice.passed_over) {
+    CHECK(name != choice.backend->name());
+    CHECK(!reason.empty());
+  }
+  CHECK(contains(refusal(plain, "cuda"), "'metal', 'cpu', got 'cuda'"));
+  // A named backend that cannot serve is an error with its reason, never another backend.
+  CHECK(contains(refusal(problem_of(Family::kFused, DType::kFloat64, 8), "cpu"), "materialized"));
+  CHECK(contains(refusal(problem_of(Family::kFused, DType::kFloat32, 513), "cpu"), "513"));
+  CHECK(refusal(problem_of(Family::kFused, DType::kFloat32, 512), "cpu").empty());
+  CHECK(refusal(problem_of(Family::kMaterialized, DType::kFloat64, 600), "cpu").empty());
+}
+
+void test_backends_say_why_not() {
+  for (const forge::Backend* backend : forge::backends()) {
+    const forge::Support support = backend->available();
+    CHECK(support.ok == support.reason.empty());
+  }
+}
+
+void test_cpu_targets() {
+  const auto& targets = forge::usable_cpu_targets();
+  CHECK(!targets.empty());
+  CHECK(forge::choose_cpu_target("") == targets.front());
+  for (const forge::CpuTarget target : targets) {
+    CHECK(forge::choose_cpu_target(forge::cpu_target_name(target)) == target);
+  }
+  bool refused = false;
+  try {
+    forge::choose_cpu_target("sse9");
+  } catch (const std::invalid_argument& error) {
+    refused = contains(error.what(), "'sse9'");
+  }
+  CHECK(refused);
+}
+
+}  // namespace
+
+int main() {
+  test_choice();
+  test_backends_say_why_not();
+  test_cpu_targets();
+  return test_result();
+}

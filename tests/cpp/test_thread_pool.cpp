@@ -1,0 +1,110 @@
+// Every task runs exactly once, at any thread count, from many callers at once, and after fork.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <initializer_list>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "core/thread_pool.h"
+
+namespace {
+
+bool runs_each_task_once(std::int64_t tasks) {
+  std::vector<std::atomic<int>> runs(static_cast<std::size_t>(tasks));
+  std::atomic<bool> worker_in_range{true};
+  const int threads = forge::num_threads();
+  forge::parallel_for(tasks, [&](std::int64_t task, int worker) {
+    runs[static_cast<std::size_t>(task)].fetch_add(1);
+    if (worker < 0 || worker >= threads) worker_in_range = false;
+  });
+  bool once = worker_in_range;
+  for (const auto& count : runs) once = once && count == 1;
+  return once;
+}
+
+void test_thread_counts() {
+  for (const int threads : {1, 2, 3, 8}) {
+    forge::set_num_threads(threads);
+    CHECK(forge::num_threads() == threads);
+    for (const std::int64_t tasks : {0, 1, 2, 7, 1000}) CHECK(runs_each_task_once(tasks));
+  }
+  forge::set_num_threads(0);
+  CHECK(forge::num_threads() == forge::usable_cpus());
+}
+
+// A worker index belongs to one running task at a time: it indexes scratch memory.
+void test_worker_indices_are_exclusive() {
+  forge::set_num_threads(4);
+  std::vector<std::atomic<int>> inside(4);
+  std::atomic<bool> exclusive{true};
+  for (int round = 0; round < 200; ++round) {
+    forge::parallel_for(64, [&](std::int64_t, int worker) {
+      auto& count = inside[static_cast<std::size_t>(worker)];
+      if (count.fetch_add(1) != 0) exclusive = false;
+      count.fetch_sub(1);
+    });
+  }
+  CHECK(exclusive);
+}
+
+// Another thread changes the count in the middle of a call: the call keeps the count it began with.
+void test_scope_holds_the_count() {
+  forge::set_num_threads(2);
+  {
+    const forge::ThreadCountScope scope;
+    std::thread([] { forge::set_num_threads(8); }).join();
+    CHECK(forge::num_threads() == 2);
+    CHECK(runs_each_task_once(100));
+  }
+  CHECK(forge::num_threads() == 8);
+}
+
+void test_many_callers() {
+  forge::set_num_threads(3);
+  std::atomic<int> failures{0};
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 6; ++caller) {
+    callers.emplace_back([&] {
+      for (int round = 0; round < 100; ++round) {
+        if (!runs_each_task_once(50)) ++failures;
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  CHECK(failures == 0);
+}
+
+#if !defined(__SANITIZE_THREAD__)  // which does not follow a fork from a threaded process
+void test_fork() {
+  forge::set_num_threads(3);
+  CHECK(runs_each_task_once(100));
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    _exit(runs_each_task_once(100) ? 0 : 1);
+  }
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(runs_each_task_once(100));
+}
+#endif
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  // qemu-user cannot start threads in a child that a threaded process forked.
+  const bool forks = !(argc > 1 && std::strcmp(argv[1], "no-fork") == 0);
+  test_thread_counts();
+  test_worker_indices_are_exclusive();
+  test_scope_holds_the_count();
+  test_many_callers();
+#if !defined(__SANITIZE_THREAD__)
+  if (forks) test_fork();
+#endif
+  return test_result();
+}

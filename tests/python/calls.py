@@ -1,0 +1,57 @@
+"""One forward and backward through forge's public functions, collected in one object."""
+
+from types import SimpleNamespace
+
+import forge
+import numpy as np
+from oracle import GRADIENTS, Problem
+
+RESULTS = ("out", "lse", "row_max", "row_sum", *GRADIENTS)
+
+
+def run(q, k, v, dout=None, dlse=None, **options):
+    """out, lse, row_max, row_sum, probs (materialized), family (the kernel family that ran) and,
+    where dout is given, dq, dk, dv."""
+    out, saved = forge.attention_forward(q, k, v, **options)
+    result = SimpleNamespace(
+        out=out,
+        lse=saved.lse,
+        row_max=saved.row_max,
+        row_sum=saved.row_sum,
+        saved=saved,
+        family=forge.last_run()["kernel"],
+    )
+    if options.get("kernel") == "materialized":
+        result.probs = saved.probs
+    if dout is not None:
+        result.dq, result.dk, result.dv = forge.attention_backward(dout, saved, dlse=dlse)
+    return result
+
+
+def check(q, k, v, dout=None, dlse=None, *, bound=None, backend=None, kernel=None, **options):
+    """Runs the problem and holds every result against the oracle; returns the results.
+
+    bound: the family whose error rule to apply; by default that of the family that ran.
+    """
+    result = run(q, k, v, dout, dlse, backend=backend, kernel=kernel, **options)
+    problem = Problem(q, k, v, dout, dlse, **options)
+    names = ["out", "lse"] + (["probs"] if hasattr(result, "probs") else [])
+    names += GRADIENTS if dout is not None else ()
+    problem.check(bound or result.family, **{name: getattr(result, name) for name in names})
+    return result
+
+
+def assert_same_bits(got, want, names=RESULTS):
+    """Equal bit for bit in every result that both have; NaN equals NaN."""
+    for name in names:
+        if hasattr(want, name):
+            same_bits(getattr(got, name), getattr(want, name), name)
+
+
+def same_bits(got, want, name=""):
+    got, want = np.ascontiguousarray(got), np.ascontiguousarray(want)
+    assert got.dtype == want.dtype, name
+    assert got.shape == want.shape, name
+    np.testing.assert_array_equal(got, want, err_msg=name)  # NaN as equal, whatever its payload
+    live = ~np.isnan(want)
+    np.testing.assert_array_equal(np.signbit(got[live]), np.signbit(want[live]), err_msg=name)

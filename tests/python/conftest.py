@@ -1,0 +1,73 @@
+"""Fixtures: every test that takes `backend` or `kernel` runs on all that this machine has."""
+
+import os
+
+import forge
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+KERNELS = ("materialized", "fused")
+
+settings.register_profile(
+    "forge",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("forge")
+
+
+def pytest_configure():
+    target = os.environ.get("FORGE_CPU_TARGET")
+    usable = forge.build_config()["cpu_targets"]
+    if target and target not in usable:
+        pytest.exit(f"this machine cannot run the CPU target {target!r}, only {usable}", 77)
+
+
+def chosen_backends():
+    """The backends that work here; FORGE_TEST_BACKEND ("cpu", "cpu,metal") narrows the choice."""
+    usable = [name for name, state in forge.backends().items() if state["ok"]]
+    wanted = os.environ.get("FORGE_TEST_BACKEND")
+    if not wanted:
+        return usable
+    names = wanted.split(",")
+    missing = [name for name in names if name not in usable]
+    if missing:
+        raise pytest.UsageError(f"FORGE_TEST_BACKEND names {missing}, usable here: {usable}")
+    return names
+
+
+@pytest.fixture(params=chosen_backends())
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    return request.param
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(20240607)
+
+
+@pytest.fixture
+def cpu():
+    """For what only the CPU serves: float64, CPU targets, denormals, head dims above 256."""
+    if "cpu" not in chosen_backends():
+        pytest.skip("FORGE_TEST_BACKEND leaves the CPU out")
+    return "cpu"
+
+
+@pytest.fixture
+def restore_threads():
+    """Puts the number of threads back after a test that sets it."""
+    x = np.zeros((1, 1, 1, 1), np.float32)
+    forge.attention(x, x, x, backend="cpu")
+    before = forge.last_run()["threads"]
+    yield
+    forge.set_num_threads(before)
