@@ -1,6 +1,6 @@
 // The vectors of the target this file is compiled for: -DFORGE_TARGET=baseline|avx2|avx512|neon
-// names the namespace, the compiler's target flags choose the width. Everything has internal linkage,
-// so that a linker can never hand one target's code to another.
+// names the namespace, the compiler's target flags choose the width. Everything has internal
+// linkage, so that a linker can never hand one target's code to another.
 #pragma once
 
 #include <cstdint>
@@ -100,7 +100,8 @@ FORGE_INLINE Vec fma(Vec a, Vec b, Vec c) {
 // a > b ? a : b, exactly: b where either is NaN.
 FORGE_INLINE Vec max(Vec a, Vec b) {
 #if defined(__AVX512F__)
-  return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);  // no undefined source: gcc 12 warns
+  return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a,
+                                  (__m512)b);  // no undefined source: gcc 12 warns
 #elif defined(__AVX2__)
   return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
 #elif defined(__x86_64__)
@@ -234,7 +235,7 @@ FORGE_INLINE Real max_of_lanes(Vec x) {
 // The 4x4 blocks that rows 0 to 3 hold in each of their 128-bit parts, transposed in place.
 FORGE_INLINE void transpose_quads(Vec& r0, Vec& r1, Vec& r2, Vec& r3) {
 #if defined(__AVX512F__)
-#define FORGE_IN_PARTS(x, y, a, b, c, d)                                                        \
+#define FORGE_IN_PARTS(x, y, a, b, c, d)                                                     \
   __builtin_shufflevector(x, y, a, b, c, d, a + 4, b + 4, c + 4, d + 4, a + 8, b + 8, c + 8, \
                           d + 8, a + 12, b + 12, c + 12, d + 12)
 #elif defined(__AVX2__)

@@ -1,11 +1,14 @@
-// exp2, exp and tanh of whole vectors, without libm. Contract, tested over every float on every target:
+// exp2, exp and tanh of whole vectors, without libm. Contract, tested over every float on every
+// target:
 //   exp2_of_nonpositive(x)  x <= 0 or NaN. At most 2 ulp of 2^x; exactly 1 at 0; 0 below -126.5
 //                           (so no result below half the smallest normal float); NaN only from NaN.
-//   exp_of_nonpositive(t)   t <= 0 or NaN. exp2 of t * log2(e), the product not rounded where the target
+//   exp_of_nonpositive(t)   t <= 0 or NaN. exp2 of t * log2(e), the product not rounded where the
+//   target
 //                           has fma: at most 2 + |t| / 4 ulp of exp(t) (without fma: 2 + 1.5 |t|);
 //                           exactly 1 at 0; 0 below -87.69 (and from -87.68, at will); NaN
 //                           only from NaN.
-//   tanh(x)                 At most 2 ulp; odd; +-1 at +-inf; x itself for tiny x, signed zeros too;
+//   tanh(x)                 At most 2 ulp; odd; +-1 at +-inf; x itself for tiny x, signed zeros
+//   too;
 //                           NaN only from NaN.
 #pragma once
 
@@ -16,8 +19,8 @@ namespace {
 
 constexpr Real kLog2E = 1.44269504f;
 
-// 1.5 * 2^23 + 127: added to a number of [-127, 0], it leaves the nearest integer n in the low bits,
-// as the exponent field of 2^n; 2^-127 reads as zero.
+// 1.5 * 2^23 + 127: added to a number of [-127, 0], it leaves the nearest integer n in the low
+// bits, as the exponent field of 2^n; 2^-127 reads as zero.
 constexpr Real kRoundToExponent = 12583039.0f;
 
 // 2^(r + n) for |r| <= 1/2; shifted is n + kRoundToExponent.

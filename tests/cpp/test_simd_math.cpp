@@ -11,11 +11,19 @@
 #include "simd_kernels.h"
 
 #if defined(__x86_64__)
-namespace forge::cpu::baseline { extern const SimdKernels kSimdKernels; }
-namespace forge::cpu::avx2 { extern const SimdKernels kSimdKernels; }
-namespace forge::cpu::avx512 { extern const SimdKernels kSimdKernels; }
+namespace forge::cpu::baseline {
+extern const SimdKernels kSimdKernels;
+}
+namespace forge::cpu::avx2 {
+extern const SimdKernels kSimdKernels;
+}
+namespace forge::cpu::avx512 {
+extern const SimdKernels kSimdKernels;
+}
 #elif defined(__aarch64__)
-namespace forge::cpu::neon { extern const SimdKernels kSimdKernels; }
+namespace forge::cpu::neon {
+extern const SimdKernels kSimdKernels;
+}
 #endif
 
 namespace {
@@ -57,12 +65,14 @@ using Function = void (*)(const float*, float*, std::int64_t);
 
 // Calls visit(x, f(x)) for every stride-th float of the bit patterns [from, to].
 template <typename Visit>
-void sweep(Function function, std::uint64_t from, std::uint64_t to, std::uint64_t stride, Visit visit) {
+void sweep(Function function, std::uint64_t from, std::uint64_t to, std::uint64_t stride,
+           Visit visit) {
   constexpr int kBlock = 4096;
   std::vector<float> x(kBlock), y(kBlock);
   for (std::uint64_t bits = from; bits <= to;) {
     int n = 0;
-    for (; n < kBlock && bits <= to; bits += stride) x[n++] = float_of(static_cast<std::uint32_t>(bits));
+    for (; n < kBlock && bits <= to; bits += stride)
+      x[n++] = float_of(static_cast<std::uint32_t>(bits));
     for (int i = n; i < kBlock; ++i) x[i] = 0;
     function(x.data(), y.data(), kBlock);
     for (int i = 0; i < n; ++i) visit(x[i], y[i]);
@@ -131,7 +141,8 @@ void test_moves(const SimdKernels& kernels) {
   }
   for (int n = 0; n <= lanes; ++n) {
     std::vector<float> copy(n + 1, -1.0f);
-    std::vector<float> exact(from.begin(), from.begin() + n);  // a sanitizer sees reads past the end
+    std::vector<float> exact(from.begin(),
+                             from.begin() + n);  // a sanitizer sees reads past the end
     kernels.copy_partial(exact.data(), copy.data(), n);
     for (int i = 0; i < n; ++i) CHECK(copy[i] == from[i]);
     CHECK(copy[n] == -1.0f);
