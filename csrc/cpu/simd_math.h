@@ -63,15 +63,15 @@ FORGE_INLINE Vec tanh(Vec x) {
   // a >= 0.625: 1 - 2 e / (1 + e), e = exp(-2a)
   const Vec e = exp_of_nonpositive(a * broadcast(-2.0f));
   const Vec large = broadcast(1.0f) - (e + e) / (broadcast(1.0f) + e);
-  // below: (tanh(x) - x) / x^3 in u = x^2, minimax, 5e-9 relative to tanh
-  const Vec u = x * x;
+  // below: (tanh(a) - a) / a^3 in u = a^2, minimax, 5e-9 relative to tanh
+  const Vec u = a * a;
   Vec p = broadcast(-0.00570498034f);
   p = fma(p, u, broadcast(0.0206390787f));
   p = fma(p, u, broadcast(-0.0537397116f));
   p = fma(p, u, broadcast(0.133314416f));
   p = fma(p, u, broadcast(-0.333332807f));
-  const Vec small = fma(x * u, p, x);
-  return select(a < broadcast(0.625f), small, copy_sign(large, x));
+  const Vec small = fma(a * u, p, a);
+  return copy_sign(select(a < broadcast(0.625f), small, large), x);
 }
 
 }  // namespace

@@ -116,6 +116,7 @@ void test_functions(const SimdKernels& kernels, bool has_fma, std::uint64_t stri
   sweep(kernels.exp_of_nonpositive, 0x80000000u, 0xffffffffu, stride, check_exp);
   sweep(kernels.exp_of_nonpositive, 0x7f800001u, 0x7fffffffu, stride, check_exp);
   sweep(kernels.tanh, 0, 0xffffffffu, stride, check_tanh);
+  sweep(kernels.tanh, 0x80000000u, 0x80000000u, 1, check_tanh);  // -0
   sweep(kernels.tanh, 0x7f800000u, 0x7f800000u, 1, check_tanh);
   sweep(kernels.tanh, 0xff800000u, 0xff800000u, 1, check_tanh);
   std::printf("%s: exp2 %.3f ulp at %g, tanh %.3f ulp at %g, exp %.3f of its bound at %g\n",
