@@ -1,14 +1,10 @@
-// exp2, exp and tanh of whole vectors, without libm. Contract, tested over every float on every
-// target:
-//   exp2_of_nonpositive(x)  x <= 0 or NaN. At most 2 ulp of 2^x; exactly 1 at 0; 0 below -126.5
-//                           (so no result below half the smallest normal float); NaN only from NaN.
-//   exp_of_nonpositive(t)   t <= 0 or NaN. exp2 of t * log2(e), the product not rounded where the
-//   target
-//                           has fma: at most 2 + |t| / 4 ulp of exp(t) (without fma: 2 + 1.5 |t|);
-//                           exactly 1 at 0; 0 below -87.69 (and from -87.68, at will); NaN
-//                           only from NaN.
-//   tanh(x)                 At most 2 ulp; odd; +-1 at +-inf; x itself for tiny x, signed zeros
-//   too;
+// exp2, exp and tanh of whole vectors, without libm. Contract, tested over every float:
+//   exp2_of_nonpositive(x)  x <= 0 or NaN. At most 2 ulp of 2^x; exactly 1 at 0; 0 from -126.5 down
+//                           (no result under 0.7 of the smallest normal float); NaN only from NaN.
+//   exp_of_nonpositive(t)   t <= 0 or NaN. exp2 of t * log2(e), the product not rounded where there
+//                           is fma: at most 2 + |t| / 4 ulp of exp(t) (without fma 2 + 1.5 |t|);
+//                           exactly 1 at 0; 0 below -87.69, at will from -87.68; NaN only from NaN.
+//   tanh(x)                 At most 2 ulp; odd; +-1 at +-inf; x itself for tiny x, zeros too;
 //                           NaN only from NaN.
 #pragma once
 
