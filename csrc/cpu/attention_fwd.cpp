@@ -8,10 +8,10 @@
 
 namespace forge::cpu {
 
-#define FORGE_DECLARE_TARGET(target)             \
-  namespace target {                             \
-  extern const ForwardKernels kForwardKernels;   \
-  extern const DecodeKernels kDecodeKernels;     \
+#define FORGE_DECLARE_TARGET(target)           \
+  namespace target {                           \
+  extern const ForwardKernels kForwardKernels; \
+  extern const DecodeKernels kDecodeKernels;   \
   }
 #if defined(__x86_64__)
 FORGE_DECLARE_TARGET(baseline)
@@ -67,13 +67,14 @@ struct Forward {
 // Keys of sequence b that any query sees, cut into `splits` even parts; the part `split`.
 IndexRange keys_of_split(const Forward& forward, const AttnBand& band, Int64 splits, Int64 split) {
   const Int64 lo = visible_keys(band, 0).lo;
-  const Int64 count = std::max<Int64>(0, visible_keys(band, forward.call.params.Tq - 1).hi + 1 - lo);
+  const Int64 count =
+      std::max<Int64>(0, visible_keys(band, forward.call.params.Tq - 1).hi + 1 - lo);
   const Int64 part = ceil_div(count, splits);
   return {lo + std::min(count, split * part), lo + std::min(count, (split + 1) * part) - 1};
 }
 
-// How many parts to cut the keys into so that `tasks` tasks, whose unfinished rows take `floats`, become
-// enough, each of some length.
+// How many parts to cut the keys into so that `tasks` tasks, whose unfinished rows take `floats`,
+// become enough, each of some length.
 Int64 split_count(const Forward& forward, Int64 tasks, Int64 floats, Int64 least_keys) {
   const Int64 most = std::min(kMostPartialFloats / floats, forward.call.params.Tk / least_keys);
   return std::max<Int64>(1, std::min(ceil_div(kWantedSplits, tasks), most));
@@ -87,7 +88,9 @@ struct Splits {
   Int64 floats;  // of one split of one sequence
   float* partial;
 
-  float* at(Int64 b, Int64 split) const { return partial + ((b - begin) * splits + split) * floats; }
+  float* at(Int64 b, Int64 split) const {
+    return partial + ((b - begin) * splits + split) * floats;
+  }
 };
 
 // Adds up what the splits left, in their order. A task is some rows of a kv head.
@@ -149,8 +152,8 @@ void run_decode(const Forward& forward) {
   }
 }
 
-// Rows a task: many, so that packing a key tile is paid for by many rows, but enough tasks to balance,
-// and some even for a single head.
+// Rows a task: many, so that packing a key tile is paid for by many rows, but enough tasks to
+// balance, and some even for a single head.
 Int64 rows_a_task(const Forward& forward) {
   constexpr Int64 kFewTasks = 8, kFewRows = 32, kManyRows = 128;
   const Int64 hd = forward.call.params.hd, row_block = forward.kernels.forward.row_block;
@@ -210,8 +213,14 @@ void attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays, C
   const AttnParams params = params_as<float>(problem);
   if (params.B == 0 || params.Tq == 0) return;
   const Int64 rep = params.H / params.Hkv;
-  const ForwardCall call = {params,   rep,      arrays.q,             arrays.k,
-                            arrays.v, arrays.o, arrays.stats.row_max, arrays.stats.row_sum};
+  const ForwardCall call = {params,
+                            rep,
+                            arrays.q,
+                            arrays.k,
+                            arrays.v,
+                            arrays.o,
+                            arrays.stats.row_max,
+                            arrays.stats.row_sum};
   const Forward forward = {problem, call, kernels_of(target), rep * params.Tq,
                            params.B * params.Hkv};
   const DecodeKernels& decode = forward.kernels.decode;

@@ -1,7 +1,8 @@
-// Few query rows against many keys, compiled once per target. Keys lie in vector lanes, transposed in
-// registers on their way in, so k and v are read once, in place, for the whole group: the memory's speed
-// is what bounds it. What a task reads, it reads some rows abreast over the width of all its heads: the
-// pattern that hardware prefetchers follow (rows of one head alone, far apart, they do not).
+// Few query rows against many keys, compiled once per target. Keys lie in vector lanes, transposed
+// in registers on their way in, so k and v are read once, in place, for the whole group: the
+// memory's speed is what bounds it. What a task reads, it reads some rows abreast over the width of
+// all its heads: the pattern that hardware prefetchers follow (rows of one head alone, far apart,
+// they do not).
 #include "cpu/decode_kernels.h"
 #include "cpu/pack.h"
 #include "cpu/scores.h"
@@ -24,7 +25,7 @@ FORGE_INLINE Int64 max_of(Int64 a, Int64 b) { return a > b ? a : b; }
 // Rows of keys or values.
 struct KeyBlock {
   const Real* first;
-  Int64 stride;       // from key to key
+  Int64 stride;  // from key to key
   Int64 head_stride;
   int count;
 };
@@ -38,8 +39,9 @@ FORGE_INLINE void prefetch_rows(const Real* first, Int64 stride, int count, Int6
 // scores[r][key] for the keys of a panel: hd times kPanelKeys, keys in lanes.
 template <bool Capped, int Rows>
 FORGE_NOINLINE void score_panel(const Real* const* q, const Real* panel, Int64 hd,
-                                           const ScoreMap& map, Real* scores) {
-  // As many vectors side by side as keep both the chains' latency hidden and their sums in registers.
+                                const ScoreMap& map, Real* scores) {
+  // As many vectors side by side as keep both the chains' latency hidden and their sums in
+  // registers.
   constexpr int kVecs = Rows <= 2 || kPanelVecs < 2 ? kPanelVecs : 2;
   for (int c = 0; c < kPanelVecs; c += kVecs) {
     Vec acc[Rows][kVecs];
@@ -98,8 +100,8 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock& v, Int64 d, Int64 
 }
 
 template <int Rows>
-FORGE_NOINLINE void add_keys(const Real* p, const KeyBlock& v, Int64 hd,
-                                        const Real* alpha, Real* const* partial) {
+FORGE_NOINLINE void add_keys(const Real* p, const KeyBlock& v, Int64 hd, const Real* alpha,
+                             Real* const* partial) {
   constexpr int kVecs = Rows == 1 ? 4 : 2;
   Int64 d = 0;
   for (; d + kVecs * kLanes <= hd; d += kVecs * kLanes) {
@@ -108,8 +110,9 @@ FORGE_NOINLINE void add_keys(const Real* p, const KeyBlock& v, Int64 hd,
   for (; d < hd; d += kLanes) add_channels<Rows, 1>(p, v, d, hd, alpha, partial);
 }
 
-// One row's scores of a block become p; m and l, the first of its partial row, move on. Returns what its sums so far are to be
-// multiplied with. [from, to): the keys of the block that the row sees.
+// One row's scores of a block become p; m and l, the first of its partial row, move on. Returns
+// what its sums so far are to be multiplied with. [from, to): the keys of the block that the row
+// sees.
 FORGE_INLINE Real softmax_row(Real* scores, int from, int to, Real* partial) {
   Real* m = partial;
   Real* l = partial + 1;
@@ -156,7 +159,8 @@ void score_block(const RowGroup& group, const KeyBlock& k, Int64 hd, const Score
   for (int key = 0; key < k.count; key += kStep) {
     for (int head = 0; head < group.heads; ++head) {
       const KeyBlock keys = {k.first + (group.head_begin + head) * k.head_stride + key * k.stride,
-                             k.stride, k.head_stride, static_cast<int>(min_of(kStep, k.count - key))};
+                             k.stride, k.head_stride,
+                             static_cast<int>(min_of(kStep, k.count - key))};
       prefetch_rows(keys.first + kStep * k.stride, k.stride,
                     static_cast<int>(min_of(kStep, k.count - key - kStep)), hd);
       fill_panel(keys, hd, panel);

@@ -20,8 +20,8 @@ struct DecodeTask {
   float* partial;  // of row 0 of kv head 0
 };
 
-// Row r (query r / rep, head r % rep of the group) of one kv head, from `splits` partial rows that lie
-// split_floats apart, added up in that order.
+// Row r (query r / rep, head r % rep of the group) of one kv head, from `splits` partial rows that
+// lie split_floats apart, added up in that order.
 struct CombineTask {
   AttnBand band;
   Int64 b;

@@ -17,11 +17,11 @@ FORGE_INLINE int tile_keys(Int64 hd) {
 
 // A worker's scratch.
 struct Workspace {
-  Real* q;       // [blocks][hd_pad][kRowBlock]
-  Real* o;       // the same
-  Real* m;       // [rows]
-  Real* l;       // [rows]
-  Int64* lo;     // [rows] first and last visible key
+  Real* q;    // [blocks][hd_pad][kRowBlock]
+  Real* o;    // the same
+  Real* m;    // [rows]
+  Real* l;    // [rows]
+  Int64* lo;  // [rows] first and last visible key
   Int64* hi;
   Real* k;       // [tile_keys + kStep][k_stride]
   Real* v;       // [panels][tile_keys][kStep], with slack
@@ -136,7 +136,8 @@ FORGE_NOINLINE BlockRange start_block(const TaskState& state, Int64 index) {
       work.lo[slot] = keys.lo;
       work.hi[slot] = keys.hi;
     }
-    rows_to_lanes(rows, params.hd, work.q + index * work.hd_pad * kRowBlock + c * kLanes, kRowBlock);
+    rows_to_lanes(rows, params.hd, work.q + index * work.hd_pad * kRowBlock + c * kLanes,
+                  kRowBlock);
     store(work.m + index * kRowBlock + c * kLanes, broadcast(-__builtin_inff()));
     store(work.l + index * kRowBlock + c * kLanes, Vec{});
   }
@@ -169,8 +170,8 @@ void prefetch_tile(const TaskState& state, Int64 begin, Int64 end, Int64 index, 
   }
 }
 
-FORGE_NOINLINE KeySpan span_of(const TaskState& state, const BlockRange& range, Int64 index, Int64 begin,
-                             int count) {
+FORGE_NOINLINE KeySpan span_of(const TaskState& state, const BlockRange& range, Int64 index,
+                               Int64 begin, int count) {
   KeySpan span;
   span.from = static_cast<int>(max_of(range.lo - begin, 0));
   span.to = static_cast<int>(min_of(range.hi - begin + 1, count));
@@ -181,7 +182,8 @@ FORGE_NOINLINE KeySpan span_of(const TaskState& state, const BlockRange& range, 
     for (int lane = 0; lane < kLanes; ++lane) {
       const Int64 slot = index * kRowBlock + c * kLanes + lane;
       lo[lane] = static_cast<RealBits>(max_of(min_of(state.work.lo[slot] - begin, count), 0));
-      hi[lane] = static_cast<RealBits>(max_of(min_of(state.work.hi[slot] - begin, span.to - 1), -1));
+      hi[lane] =
+          static_cast<RealBits>(max_of(min_of(state.work.hi[slot] - begin, span.to - 1), -1));
     }
     std::memcpy(&span.lo[c], lo, sizeof lo);
     std::memcpy(&span.hi[c], hi, sizeof hi);

@@ -19,9 +19,9 @@ struct ForwardCall {
   float* row_sum;
 };
 
-// The rows [row_begin, row_end) of one kv head against the keys [key_begin, key_end). Row r is query
-// r / rep of the group's head r % rep: all heads of the group share what is read of k and v, and rows
-// next to each other see nearly the same keys.
+// The rows [row_begin, row_end) of one kv head against the keys [key_begin, key_end). Row r is
+// query r / rep of the group's head r % rep: all heads of the group share what is read of k and v,
+// and rows next to each other see nearly the same keys.
 struct ForwardTask {
   AttnBand band;
   Int64 b;
@@ -30,7 +30,8 @@ struct ForwardTask {
   Int64 row_end;
   Int64 key_begin;
   Int64 key_end;
-  float* partial;  // null: rows are finished and stored; else they go here unfinished, as decode's do
+  float*
+      partial;  // null: rows are finished and stored; else they go here unfinished, as decode's do
 };
 
 struct ForwardKernels {

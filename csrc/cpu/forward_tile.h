@@ -1,6 +1,6 @@
-// The forward's register tiles: kRowBlock rows of the problem lie in vector lanes, keys and channels are
-// broadcast. So the row maximum, the row sum and the rescaling are plain vector operations, and any
-// number of keys and channels works without padding the arrays.
+// The forward's register tiles: kRowBlock rows of the problem lie in vector lanes, keys and
+// channels are broadcast. So the row maximum, the row sum and the rescaling are plain vector
+// operations, and any number of keys and channels works without padding the arrays.
 #pragma once
 
 #include "cpu/scores.h"
@@ -10,12 +10,12 @@ namespace {
 
 constexpr int kRowVecs = 2;
 constexpr int kRowBlock = kRowVecs * kLanes;
-// Accumulators kStep x kRowVecs, one vector of each row operand, one broadcast: 15 of 16 registers, or
-// 19 of 32.
+// Accumulators kStep x kRowVecs, one vector of each row operand, one broadcast: 15 of 16 registers,
+// or 19 of 32.
 constexpr int kStep = kVectorRegisters == 32 ? 8 : 6;
 
-// The keys [from, to) of the tile that a row block works on. In [full_from, full_to) every row sees every
-// key; elsewhere row lane sees lo[lane] <= key <= hi[lane].
+// The keys [from, to) of the tile that a row block works on. In [full_from, full_to) every row sees
+// every key; elsewhere row lane sees lo[lane] <= key <= hi[lane].
 struct KeySpan {
   int from;
   int to;
@@ -32,11 +32,11 @@ FORGE_INLINE IntVec sees(const KeySpan& span, int key, int c) {
 
 // One row block: its state and its operands.
 struct RowBlock {
-  const Real* q;   // [hd][kRowBlock]
-  Real* o;         // [hd][kRowBlock], the running sum of p v
-  Real* m;         // [kRowBlock]
-  Real* l;         // [kRowBlock]
-  bool fresh;      // nothing added yet
+  const Real* q;  // [hd][kRowBlock]
+  Real* o;        // [hd][kRowBlock], the running sum of p v
+  Real* m;        // [kRowBlock]
+  Real* l;        // [kRowBlock]
+  bool fresh;     // nothing added yet
 };
 
 // Packed keys and values of the tile.
@@ -51,7 +51,7 @@ struct KeyTile {
 // scores[key][row] of the span, -inf where not visible; largest: the maximum of each row.
 template <bool Capped>
 FORGE_NOINLINE void score_span(const Real* q, const KeyTile& tile, Int64 hd, const ScoreMap& map,
-                const KeySpan& span, Real* scores, Vec (&largest)[kRowVecs]) {
+                               const KeySpan& span, Real* scores, Vec (&largest)[kRowVecs]) {
   Vec top[kRowVecs];
   FORGE_UNROLL
   for (int c = 0; c < kRowVecs; ++c) top[c] = broadcast(-__builtin_inff());
@@ -86,17 +86,18 @@ FORGE_NOINLINE void score_span(const Real* q, const KeyTile& tile, Int64 hd, con
   for (int c = 0; c < kRowVecs; ++c) largest[c] = top[c];
 }
 
-// Scores become p = exp(s - m) with the new maximum; m and l move on. alpha: what the sums so far are
-// to be multiplied with.
+// Scores become p = exp(s - m) with the new maximum; m and l move on. alpha: what the sums so far
+// are to be multiplied with.
 FORGE_NOINLINE void softmax_span(const RowBlock& block, const KeySpan& span, Real* scores,
-                               const Vec (&largest)[kRowVecs], Vec (&alpha)[kRowVecs]) {
+                                 const Vec (&largest)[kRowVecs], Vec (&alpha)[kRowVecs]) {
   Vec base[kRowVecs], sum[kRowVecs];
   FORGE_UNROLL
   for (int c = 0; c < kRowVecs; ++c) {
     const Vec before = load(block.m + c * kLanes);
     const Vec m = max(largest[c], before);
     store(block.m + c * kLanes, m);
-    // A row of nothing but -inf so far: any finite base gives p = 0 where -inf - -inf would give NaN.
+    // A row of nothing but -inf so far: any finite base gives p = 0 where -inf - -inf would give
+    // NaN.
     base[c] = select(m == broadcast(-__builtin_inff()), Vec{}, m);
     alpha[c] = exp_of_nonpositive(before - base[c]);
     sum[c] = Vec{};
@@ -158,10 +159,12 @@ FORGE_INLINE void add_last_values(int channels, const Real* p, const Real* v, in
   }
 }
 
-// The same with a select a step, for a tile whose values hold NaN or infinity and whose keys not every
-// row sees: 0 * NaN would reach rows that do not see it. The same chains, so the same bits elsewhere.
-FORGE_NOINLINE void add_visible_values(const RowBlock& block, const KeyTile& tile, const KeySpan& span, Int64 hd,
-                        const Real* scores, const Vec (&alpha)[kRowVecs]) {
+// The same with a select a step, for a tile whose values hold NaN or infinity and whose keys not
+// every row sees: 0 * NaN would reach rows that do not see it. The same chains, so the same bits
+// elsewhere.
+FORGE_NOINLINE void add_visible_values(const RowBlock& block, const KeyTile& tile,
+                                       const KeySpan& span, Int64 hd, const Real* scores,
+                                       const Vec (&alpha)[kRowVecs]) {
   for (Int64 channel = 0; channel < hd; ++channel) {
     const Real* v = tile.v + channel / kStep * tile.v_panel + channel % kStep;
     for (int c = 0; c < kRowVecs; ++c) {
@@ -176,8 +179,8 @@ FORGE_NOINLINE void add_visible_values(const RowBlock& block, const KeyTile& til
   }
 }
 
-FORGE_NOINLINE void add_all_values(const RowBlock& block, const KeyTile& tile, const KeySpan& span, Int64 hd,
-                    const Real* scores, const Vec (&alpha)[kRowVecs]) {
+FORGE_NOINLINE void add_all_values(const RowBlock& block, const KeyTile& tile, const KeySpan& span,
+                                   Int64 hd, const Real* scores, const Vec (&alpha)[kRowVecs]) {
   const Real* p = scores + span.from * kRowBlock;
   const Real* v = tile.v + span.from * kStep;
   const int keys = span.to - span.from;
@@ -192,8 +195,8 @@ FORGE_NOINLINE void add_all_values(const RowBlock& block, const KeyTile& tile, c
 }
 
 // One row block against one key tile.
-FORGE_INLINE void add_tile(const RowBlock& block, const KeyTile& tile, const KeySpan& span, Int64 hd,
-                           const ScoreMap& map, Real* scores) {
+FORGE_INLINE void add_tile(const RowBlock& block, const KeyTile& tile, const KeySpan& span,
+                           Int64 hd, const ScoreMap& map, Real* scores) {
   Vec largest[kRowVecs], alpha[kRowVecs];
   if (map.softcap > 0) {
     score_span<true>(block.q, tile, hd, map, span, scores, largest);

@@ -15,8 +15,8 @@ FORGE_INLINE void prefetch_row(const Real* row, Int64 n) {
   for (Int64 d = 0; d < n; d += 16) __builtin_prefetch(row + d, 0, 2);
 }
 
-// kLanes rows of n elements become n vectors, `stride` elements apart. Up to kLanes - 1 vectors past
-// them are overwritten.
+// kLanes rows of n elements become n vectors, `stride` elements apart. Up to kLanes - 1 vectors
+// past them are overwritten.
 FORGE_INLINE void rows_to_lanes(const Real* const (&rows)[kLanes], Int64 n, Real* lanes,
                                 Int64 stride) {
   Int64 d = 0;
@@ -86,8 +86,9 @@ FORGE_INLINE Vec row_to_panels(const Real* row, Int64 n, Real* to, Int64 panel_s
   return zero;
 }
 
-// Panels of Width columns, each holding its part of every row, row after row; panels lie panel_stride
-// elements apart, which leaves kLanes of slack. Returns whether every element is finite.
+// Panels of Width columns, each holding its part of every row, row after row; panels lie
+// panel_stride elements apart, which leaves kLanes of slack. Returns whether every element is
+// finite.
 template <int Width>
 FORGE_INLINE bool rows_to_panels(const Real* from, Int64 from_stride, Int64 n, int count, Real* to,
                                  Int64 panel_stride) {

@@ -1,6 +1,7 @@
-// The scores. Forward, decode and every backward sweep get s_ij from here and from nowhere else, which
-// is why it is the same float in all of them: one fma chain over d, ascending, from zero; times scale;
-// then the softcap. Edges and tails change how many chains run side by side, never a chain.
+// The scores. Forward, decode and every backward sweep get s_ij from here and from nowhere else,
+// which is why it is the same float in all of them: one fma chain over d, ascending, from zero;
+// times scale; then the softcap. Edges and tails change how many chains run side by side, never a
+// chain.
 #pragma once
 
 #include "cpu/simd_math.h"
@@ -8,9 +9,9 @@
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 
-// acc[r][c] = chain over d of row(r)[d] * lanes[d][c * kLanes ...]: Rows rows against Vecs vectors of a
-// panel that holds its vectors d by d, `lane_stride` elements apart. Which side is the query is the
-// caller's choice; the product of two floats does not mind.
+// acc[r][c] = chain over d of row(r)[d] * lanes[d][c * kLanes ...]: Rows rows against Vecs vectors
+// of a panel that holds its vectors d by d, `lane_stride` elements apart. Which side is the query
+// is the caller's choice; the product of two floats does not mind.
 template <int Rows, int Vecs, typename RowAt>
 FORGE_INLINE void dot_chains(const RowAt& row_at, const Real* lanes, Int64 lane_stride, Int64 hd,
                              Vec (&acc)[Rows][Vecs]) {

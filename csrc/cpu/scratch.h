@@ -1,5 +1,5 @@
-// Working memory of a call, kept by the process for the next one: fresh pages cost more to touch than a
-// small attention call takes.
+// Working memory of a call, kept by the process for the next one: fresh pages cost more to touch
+// than a small attention call takes.
 #pragma once
 
 #include <cstddef>

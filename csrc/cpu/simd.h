@@ -1,6 +1,6 @@
 // The vectors of the target this file is compiled for: -DFORGE_TARGET=baseline|avx2|avx512|neon
-// names the namespace, the compiler's target flags choose the width. Everything has internal linkage,
-// so that a linker can never hand one target's code to another.
+// names the namespace, the compiler's target flags choose the width. Everything has internal
+// linkage, so that a linker can never hand one target's code to another.
 #pragma once
 
 #include <cstdint>
@@ -100,7 +100,8 @@ FORGE_INLINE Vec fma(Vec a, Vec b, Vec c) {
 // a > b ? a : b, exactly: b where either is NaN.
 FORGE_INLINE Vec max(Vec a, Vec b) {
 #if defined(__AVX512F__)
-  return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);  // no undefined source: gcc 12 warns
+  return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a,
+                                  (__m512)b);  // no undefined source: gcc 12 warns
 #elif defined(__AVX2__)
   return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
 #elif defined(__x86_64__)
@@ -194,26 +195,47 @@ FORGE_INLINE void store_within(Real* row, std::int64_t at, std::int64_t n, Vec x
   }
 }
 
-FORGE_INLINE Real sum_of_lanes(Vec x) {
-  Real lanes[kLanes];
-  store(lanes, x);
-  FORGE_UNROLL
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
+// Lane i and the lane `distance` away change places; distance is a power of two.
+template <int distance>
+FORGE_INLINE Vec swap_lanes(Vec x) {
+#if defined(__AVX512F__)
+#define FORGE_SWAPPED(d)                                                                       \
+  __builtin_shufflevector(x, x, 0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d, 4 ^ d, 5 ^ d, 6 ^ d, 7 ^ d, 8 ^ d, \
+                          9 ^ d, 10 ^ d, 11 ^ d, 12 ^ d, 13 ^ d, 14 ^ d, 15 ^ d)
+#elif defined(__AVX2__)
+#define FORGE_SWAPPED(d) \
+  __builtin_shufflevector(x, x, 0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d, 4 ^ d, 5 ^ d, 6 ^ d, 7 ^ d)
+#else
+#define FORGE_SWAPPED(d) __builtin_shufflevector(x, x, 0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d)
+#endif
+  return FORGE_SWAPPED(distance);
+#undef FORGE_SWAPPED
 }
 
+template <int distance = kLanes / 2>
+FORGE_INLINE Real sum_of_lanes(Vec x) {
+  const Vec sum = x + swap_lanes<distance>(x);
+  if constexpr (distance > 1) {
+    return sum_of_lanes<distance / 2>(sum);
+  } else {
+    return sum[0];
+  }
+}
+
+template <int distance = kLanes / 2>
 FORGE_INLINE Real max_of_lanes(Vec x) {
-  Real largest = x[0];
-  for (int lane = 1; lane < kLanes; ++lane) largest = x[lane] > largest ? x[lane] : largest;
-  return largest;
+  const Vec larger = max(x, swap_lanes<distance>(x));
+  if constexpr (distance > 1) {
+    return max_of_lanes<distance / 2>(larger);
+  } else {
+    return larger[0];
+  }
 }
 
 // The 4x4 blocks that rows 0 to 3 hold in each of their 128-bit parts, transposed in place.
 FORGE_INLINE void transpose_quads(Vec& r0, Vec& r1, Vec& r2, Vec& r3) {
 #if defined(__AVX512F__)
-#define FORGE_IN_PARTS(x, y, a, b, c, d)                                                        \
+#define FORGE_IN_PARTS(x, y, a, b, c, d)                                                     \
   __builtin_shufflevector(x, y, a, b, c, d, a + 4, b + 4, c + 4, d + 4, a + 8, b + 8, c + 8, \
                           d + 8, a + 12, b + 12, c + 12, d + 12)
 #elif defined(__AVX2__)

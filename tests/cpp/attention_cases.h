@@ -1,5 +1,5 @@
-// Attention problems for tests: their description, their arrays in any layout, and a float64 oracle that
-// shares nothing with csrc.
+// Attention problems for tests: their description, their arrays in any layout, and a float64 oracle
+// that shares nothing with csrc.
 #pragma once
 
 #include <algorithm>
@@ -56,8 +56,9 @@ struct Case {
   Case named(const char* what) const {
     Case copy = *this;
     char text[256];
-    std::snprintf(text, sizeof text, "%s B%d Tq%d Tk%d H%d/%d hd%d causal%d window(%d,%d) cap%g size%g",
-                  what, static_cast<int>(B), static_cast<int>(Tq), static_cast<int>(Tk),
+    std::snprintf(text, sizeof text,
+                  "%s B%d Tq%d Tk%d H%d/%d hd%d causal%d window(%d,%d) cap%g size%g", what,
+                  static_cast<int>(B), static_cast<int>(Tq), static_cast<int>(Tk),
                   static_cast<int>(H), static_cast<int>(Hkv), static_cast<int>(hd), causal,
                   static_cast<int>(window_left), static_cast<int>(window_right), softcap, q_size);
     copy.name = text;
@@ -198,8 +199,8 @@ inline OracleRow oracle_row(const Case& c, const Arrays& arrays, std::int64_t b,
     ++row.visible;
     s[static_cast<std::size_t>(j)] = x;
     if (x > row.m) row.m = x;
-    const double error = (size * std::fabs(c.used_scale()) * std::sqrt(c.hd + 4.0) + 4 * std::fabs(x)) *
-                         0x1p-24;
+    const double error =
+        (size * std::fabs(c.used_scale()) * std::sqrt(c.hd + 4.0) + 4 * std::fabs(x)) * 0x1p-24;
     if (std::isfinite(error) && error > row.score_error) row.score_error = error;
   }
   for (std::int64_t d = 0; d < c.hd; ++d) o[d] = 0;

@@ -12,19 +12,19 @@ inline void report_failure(const char* file, int line, const char* what) {
   if (++failed_checks() <= 50) std::fprintf(stderr, "%s:%d: failed: %s\n", file, line, what);
 }
 
-#define CHECK(condition)                                                  \
-  do {                                                                    \
-    if (!(condition)) report_failure(__FILE__, __LINE__, #condition);     \
+#define CHECK(condition)                                              \
+  do {                                                                \
+    if (!(condition)) report_failure(__FILE__, __LINE__, #condition); \
   } while (0)
 
 // With a printf message that says which case it was.
-#define CHECK_MSG(condition, ...)                                         \
-  do {                                                                    \
-    if (!(condition)) {                                                   \
-      char message_[512];                                                 \
-      std::snprintf(message_, sizeof message_, __VA_ARGS__);              \
-      report_failure(__FILE__, __LINE__, message_);                       \
-    }                                                                     \
+#define CHECK_MSG(condition, ...)                            \
+  do {                                                       \
+    if (!(condition)) {                                      \
+      char message_[512];                                    \
+      std::snprintf(message_, sizeof message_, __VA_ARGS__); \
+      report_failure(__FILE__, __LINE__, message_);          \
+    }                                                        \
   } while (0)
 
 inline int test_result() {

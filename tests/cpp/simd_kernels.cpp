@@ -6,7 +6,6 @@
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 
-
 void apply_exp2(const float* x, float* y, std::int64_t n) {
   for (std::int64_t i = 0; i < n; i += kLanes) store(y + i, exp2_of_nonpositive(load(x + i)));
 }
@@ -26,7 +25,9 @@ void apply_transpose(const float* from, float* to) {
   for (int i = 0; i < kLanes; ++i) store(to + i * kLanes, rows[i]);
 }
 
-void copy_partial(const float* from, float* to, int n) { store_partial(to, load_partial(from, n), n); }
+void copy_partial(const float* from, float* to, int n) {
+  store_partial(to, load_partial(from, n), n);
+}
 
 }  // namespace
 
@@ -34,8 +35,8 @@ void copy_partial(const float* from, float* to, int n) { store_partial(to, load_
 #define FORGE_NAME(target) FORGE_NAME_TEXT(target)
 
 extern const SimdKernels kSimdKernels;
-const SimdKernels kSimdKernels = {FORGE_NAME(FORGE_TARGET), kLanes,     apply_exp2,
-                                  apply_exp,                apply_tanh, apply_transpose,
-                                  copy_partial};
+const SimdKernels kSimdKernels = {
+    FORGE_NAME(FORGE_TARGET), kLanes,      apply_exp2, apply_exp, apply_tanh,
+    apply_transpose,          copy_partial};
 
 }  // namespace forge::cpu::FORGE_TARGET

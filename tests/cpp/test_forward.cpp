@@ -1,5 +1,5 @@
-// The fused forward against a float64 oracle that shares nothing with it: shapes off every tile, all
-// options, strides, NaN and infinity, dead rows; the same bits at any thread count.
+// The fused forward against a float64 oracle that shares nothing with it: shapes off every tile,
+// all options, strides, NaN and infinity, dead rows; the same bits at any thread count.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -48,7 +48,8 @@ bool both_nan_or_near(float got, double want, double tolerance) {
 }
 
 // Against float64, within what a plain float32 evaluation allows itself.
-void check_against_oracle(const Case& c, const Arrays& arrays, const Result& got, CpuTarget target) {
+void check_against_oracle(const Case& c, const Arrays& arrays, const Result& got,
+                          CpuTarget target) {
   const char* name = forge::cpu_target_name(target);
   std::vector<double> o(static_cast<std::size_t>(c.hd));
   for (std::int64_t b = 0; b < c.B; ++b) {
@@ -108,7 +109,8 @@ void test_shapes() {
     c.causal = true;
     check_case(c.named("causal"));
   }
-  for (std::int64_t hd : {1, 2, 3, 5, 6, 7, 8, 15, 16, 17, 31, 33, 40, 65, 80, 96, 127, 129, 257, 512}) {
+  for (std::int64_t hd :
+       {1, 2, 3, 5, 6, 7, 8, 15, 16, 17, 31, 33, 40, 65, 80, 96, 127, 129, 257, 512}) {
     Case c;
     c.Tq = 37;
     c.Tk = 141;
@@ -193,7 +195,8 @@ void test_extreme_scores() {
     check_case(c.named("large scores, capped"));
     c.softcap = 0;
   }
-  // Equal scores of +-1e9, which float32 holds exactly: o is the mean of the values, l counts the keys.
+  // Equal scores of +-1e9, which float32 holds exactly: o is the mean of the values, l counts the
+  // keys.
   for (float q : {1e9f, -1e9f}) {
     c.hd = 1;
     c.scale = 1;
@@ -309,9 +312,9 @@ void test_same_scores() {
             for (std::int64_t i = 0; i < Tq; ++i) {
               const std::size_t at = static_cast<std::size_t>(h * Tq + i);
               const std::size_t whole_at = static_cast<std::size_t>((h + 1) * c.Tq - Tq + i);
-              CHECK_MSG(part.row_max[at] == whole.row_max[whole_at], "%s %s: row_max of head %d row %d",
-                        forge::cpu_target_name(target), last.name.c_str(), static_cast<int>(h),
-                        static_cast<int>(i));
+              CHECK_MSG(part.row_max[at] == whole.row_max[whole_at],
+                        "%s %s: row_max of head %d row %d", forge::cpu_target_name(target),
+                        last.name.c_str(), static_cast<int>(h), static_cast<int>(i));
             }
           }
         }
