@@ -1,6 +1,7 @@
 #include "bindings/attention.h"
 
 #include <array>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 
@@ -56,11 +57,23 @@ class Call {
     params.window_right = options.window_right;
     params.scale = options.scale;
     params.softcap = options.softcap;
-    if (options.ranges.is_none()) {
+  }
+
+  // When all arrays are checked: what is written must be writeable, and memory is taken for key
+  // ranges only where there is something to write, however large a batch without rows claims to be.
+  void finish(const Options& options, std::initializer_list<const ArrayView*> outputs) {
+    AttnParamsOf<double>& params = problem.params;
+    bool nothing_to_write = true;
+    for (const ArrayView* output : outputs) {
+      check_output(*output);
+      nothing_to_write = nothing_to_write && is_empty(*output);
+    }
+    if (!options.ranges.is_none()) {
+      problem.ranges = ranges_of(options.ranges);
+    } else {
+      if (nothing_to_write) params.B = 0;
       problem.ranges.assign(static_cast<std::size_t>(params.B),
                             {params.Tk - params.Tq, 0, params.Tk});
-    } else {
-      problem.ranges = ranges_of(options.ranges);
     }
     check_problem(problem);
   }
@@ -138,13 +151,14 @@ struct ForwardCall {
     if (call.problem.family == Family::kMaterialized) {
       if (p.name.empty()) throw std::invalid_argument("p must be given for kernel='materialized'");
       call.probs(p);
-      check_output(p);
     }
-    for (const ArrayView* stat : {&row_max, &row_sum}) {
-      call.row_stat(*stat);
-      check_output(*stat);
+    call.row_stat(row_max);
+    call.row_stat(row_sum);
+    if (p.name.empty()) {
+      call.finish(options, {&o, &row_max, &row_sum});
+    } else {
+      call.finish(options, {&o, &p, &row_max, &row_sum});
     }
-    check_output(o);
     buffers = typed<ForwardBuffers>(call.problem.dtype, [&](auto& to, auto pointer) {
       to.q = pointer(q);
       to.k = pointer(k);
@@ -264,7 +278,7 @@ py::dict attention_bwd(const py::dict& arrays_given, bool accumulate,
     arrays.dlse = required("dlse");
     call.row_stat(arrays.dlse);
   }
-  for (const ArrayView* output : {&arrays.dq, &arrays.dk, &arrays.dv}) check_output(*output);
+  call.finish(options, {&arrays.dq, &arrays.dk, &arrays.dv});
   arrays.fill(call.problem.dtype);
   const BackendChoice choice = choose_backend(call.problem, options.backend);
   RunInfo info;
@@ -290,7 +304,7 @@ py::dict attention_bwd_d_f32(py::object o, py::object dout, py::object dlse, py:
   call.problem.params.dout = call.query_like(arrays.dout);
   if (!arrays.dlse.name.empty()) call.row_stat(arrays.dlse);
   call.row_stat(arrays.d_row);
-  check_output(arrays.d_row);
+  call.finish(options, {&arrays.d_row});
   arrays.fill(call.problem.dtype);
   return run_kernel(BackwardKernel::kD, call, arrays, options);
 }
@@ -320,7 +334,7 @@ py::dict attention_bwd_dq_f32(py::object q, py::object k, py::object v, py::obje
   Call call = backward_kernel_call(arrays, {q, k, v, p, dout, d_row}, options);
   arrays.dq = view_of(dq, "dq");
   call.problem.params.dq = call.query_like(arrays.dq);
-  check_output(arrays.dq);
+  call.finish(options, {&arrays.dq});
   arrays.fill(call.problem.dtype);
   return run_kernel(BackwardKernel::kDq, call, arrays, options);
 }
@@ -335,8 +349,7 @@ py::dict attention_bwd_dkv_f32(py::object q, py::object k, py::object v, py::obj
   arrays.dv = view_of(dv, "dv");
   call.problem.params.dk = call.key_like(arrays.dk);
   call.problem.params.dv = call.key_like(arrays.dv);
-  check_output(arrays.dk);
-  check_output(arrays.dv);
+  call.finish(options, {&arrays.dk, &arrays.dv});
   arrays.fill(call.problem.dtype);
   return run_kernel(BackwardKernel::kDkv, call, arrays, options);
 }

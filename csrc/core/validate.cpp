@@ -33,10 +33,6 @@ void check_shape(const ArrayView& array, const std::vector<std::int64_t>& shape,
                                     shape_text(array.shape));
 }
 
-bool is_empty(const ArrayView& array) {
-  return std::find(array.shape.begin(), array.shape.end(), 0) != array.shape.end();
-}
-
 void check_sizes(const AttnParamsOf<double>& params) {
   require(params.B >= 0 && params.Tq >= 0 && params.Tk >= 0, "lengths must not be negative");
   require(params.H >= 1, "num_heads must be at least 1, got " + std::to_string(params.H));
@@ -58,6 +54,10 @@ void check_real(const char* name, double value, DType dtype) {
 }
 
 }  // namespace
+
+bool is_empty(const ArrayView& array) {
+  return std::find(array.shape.begin(), array.shape.end(), 0) != array.shape.end();
+}
 
 void check_problem(const Problem& problem) {
   const AttnParamsOf<double>& params = problem.params;

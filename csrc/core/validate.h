@@ -22,6 +22,9 @@ struct ArrayView {
   std::vector<std::int64_t> strides;
 };
 
+// Whether an axis has no extent.
+bool is_empty(const ArrayView& array);
+
 // Throws std::invalid_argument that names the option, what it is and what it may be.
 void check_problem(const Problem& problem);
 

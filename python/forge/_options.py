@@ -188,6 +188,7 @@ def _ranges(
     if query_offset is None and key_start is None and key_end is None:
         return None
     B, Tk = heads.B, heads.Tk
+    check_memory({"the key ranges": (B, 3)}, np.dtype(np.int64))
     ranges = np.empty((B, 3), np.int64)
     ranges[:] = Tk - heads.Tq, 0, Tk
     for column, (name, value, lo, hi) in enumerate(
@@ -254,7 +255,6 @@ def compiled_options(
     if not isinstance(given.causal, (bool, np.bool_)):
         raise TypeError(f"causal must be a bool, got {type(given.causal).__name__}")
     window_left, window_right = _as_window(given.window)
-    check_memory({"the key ranges": (heads.B, 3)}, np.dtype(np.int64))
     softcap = 0.0 if given.softcap is None else _as_real("softcap", given.softcap, dtype)
     if softcap < 0:
         raise ValueError(f"softcap must not be negative, got {given.softcap}")
