@@ -2,7 +2,7 @@
 # make test: build everything and run all tests, C++ and Python.
 # make bench: time forge against other implementations, see docs/benchmarks.md.
 # make test-neon: the C++ tests for 64-bit ARM under an emulator (needs NEON_TOOLS).
-# Both need Python >= 3.10, make and a C++17 compiler; the rest is made in .venv and build/.
+# They need Python >= 3.10, make and a C++17 compiler; the rest is made in .venv and build/.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -13,6 +13,8 @@ BENCH_ARGS ?=
 BENCH_PEERS ?= torch==2.13.0 onnxruntime onnx jax
 NEON_TOOLS := aarch64-linux-gnu-g++ qemu-aarch64
 FLOAT_STRIDE ?= 97
+# Exact versions: another one formats otherwise.
+LINT_TOOLS := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
 CASE_STRIDE ?= 1
 
 .PHONY: demo test bench test-neon test-neon-reduced sanitize lint clean
@@ -23,7 +25,7 @@ demo: $(VENV)/.installed
 	$(PY) examples/train_char_lm.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "ruff>=0.6" "mypy>=1.11" \
+	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" \
 	  -r benchmarks/requirements.txt
 	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
@@ -67,7 +69,7 @@ sanitize: $(VENV)/.installed
 	done
 
 lint: $(VENV)/.installed
-	$(PIP) install --quiet "ruff>=0.6" "mypy>=1.11" "clang-format>=18"
+	$(PIP) install --quiet $(LINT_TOOLS)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -84,7 +86,7 @@ $(VENV)/.tools:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "forge needs Python 3.10 or later; set PYTHON=python3.x"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet "scikit-build-core>=0.10" "pybind11>=2.13" "cmake>=3.22" ninja
+	$(PIP) install --quiet "scikit-build-core>=0.10" "pybind11>=2.13" "cmake>=3.23" ninja
 	@touch $@
 
 clean:

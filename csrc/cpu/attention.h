@@ -9,8 +9,8 @@ namespace forge::cpu {
 // Writes o, row_max and row_sum. Throws std::bad_alloc before anything is written.
 void attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays, CpuTarget target);
 
-// Computes d_row from o, dout and dlse, then dq, dk and dv; accumulate adds to what the three hold.
-// Throws std::bad_alloc before anything is written.
+// Writes dq, dk and dv, or adds to what they hold; d = dout . o - dlse is worked out on the way,
+// and arrays.d_row is not used. Throws std::bad_alloc before anything is written.
 void attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, bool accumulate,
                    CpuTarget target);
 

@@ -240,7 +240,7 @@ class Backward {
       const BlockQueue::Item item = queue_.take(worker);
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
       open(block, item.group, item.block);
-      kernels_.load_rows(problem_, block, true);
+      kernels_.load_rows(problem_, block);
       walk(block, item.group, tiles_of(block));
       kernels_.store_dq(problem_, block, block.dq, 1);
     });
@@ -322,7 +322,7 @@ class Backward {
       float* const own_dq = block.dq;
       block.dq = partial_dq_ + task * split_elements();
       open(block, group, 0);
-      kernels_.load_rows(problem_, block, split == 0);
+      kernels_.load_rows(problem_, block);
       const TileRange tiles = tiles_of(block);
       const Int64 count = tiles.end - tiles.begin;
       walk(block, group,

@@ -109,7 +109,7 @@ FORGE_INLINE Vec pack_group(BackwardBlock& block, const RowGroup& group,
 
 // Packs a group of rows; `place` is that of its first and moves to that of the next group.
 FORGE_INLINE Vec load_group(const BackwardProblem& problem, BackwardBlock& block,
-                            const RowGroup& group, RowPlace& place, bool write_d_row) {
+                            const RowGroup& group, RowPlace& place) {
   const AttnParams& params = problem.params;
   const BackwardArrays<Real>& arrays = problem.arrays;
   const Real *q[kLanes], *dout[kLanes], *o[kLanes];
@@ -133,7 +133,6 @@ FORGE_INLINE Vec load_group(const BackwardProblem& problem, BackwardBlock& block
   for (int j = 0; j < kLanes && j < present; ++j) {
     Real& d = block.d_row[group.first + j];
     if (arrays.dlse && q[j]) d -= arrays.dlse[stats_at[j]];
-    if (write_d_row) arrays.d_row[stats_at[j]] = d;
   }
   return zeros;
 }
@@ -145,7 +144,7 @@ FORGE_INLINE void prefetch_row(const BackwardProblem& problem, Int64 b, const Ro
   prefetch(problem.arrays.dout + element_offset(params.dout, b, place.i, place.h), params.hd);
 }
 
-void load_rows(const BackwardProblem& problem, BackwardBlock& block, bool write_d_row) {
+void load_rows(const BackwardProblem& problem, BackwardBlock& block) {
   const BackwardTiling& tiling = block.tiling;
   const Int64 row_vecs = (block.rows + kLanes - 1) / kLanes;
   RowPlace place = row_place(problem.params, block.kv_head, block.row_begin);
@@ -160,7 +159,7 @@ void load_rows(const BackwardProblem& problem, BackwardBlock& block, bool write_
         prefetch_row(problem, block.b, ahead);
         ahead.next();
       }
-      zeros = zeros + load_group(problem, block, {first, panel, width, column}, place, write_d_row);
+      zeros = zeros + load_group(problem, block, {first, panel, width, column}, place);
     }
     panel += width;
   }

@@ -59,14 +59,11 @@ CpuTarget materialized_backward(const Problem& problem, const BackwardArrays<Rea
   return reference::attention_bwd_dkv(problem, arrays, target);
 }
 
-// The whole backward, with a d_row of its own.
+// The whole backward; the materialized kernels hand d_row on in memory of their own.
 template <typename Real>
 CpuTarget backward_of(const Problem& problem, BackwardArrays<Real> arrays, bool accumulate,
                       CpuTarget target) {
   const AttnParamsOf<double>& params = problem.params;
-  const std::unique_ptr<Real[]> d_row(
-      new Real[static_cast<std::size_t>(params.B * params.H * params.Tq)]);
-  arrays.d_row = d_row.get();
   if constexpr (std::is_same_v<Real, float>) {
     if (problem.family == Family::kFused) {
       if (!nothing_to_see(params)) {
@@ -77,6 +74,9 @@ CpuTarget backward_of(const Problem& problem, BackwardArrays<Real> arrays, bool 
       return target;
     }
   }
+  const std::unique_ptr<Real[]> d_row(
+      new Real[static_cast<std::size_t>(params.B * params.H * params.Tq)]);
+  arrays.d_row = d_row.get();
   return materialized_backward(problem, arrays, accumulate, target);
 }
 

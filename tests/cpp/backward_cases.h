@@ -28,7 +28,7 @@ struct Call {
 };
 
 struct Gradients {
-  std::vector<float> dq, dk, dv, d_row;
+  std::vector<float> dq, dk, dv;
 };
 
 inline Call make_call(const Case& c) {
@@ -73,7 +73,6 @@ inline Gradients run(const Call& call, CpuTarget target) {
   out.dq = start_values(c.B * c.Tq * c.H * c.hd, call.accumulate);
   out.dk = start_values(c.B * c.Tk * c.Hkv * c.hd, call.accumulate);
   out.dv = out.dk;
-  out.d_row.assign(rows, kUnset);
   forge::BackwardArrays<float> arrays{};
   arrays.q = forward.q;
   arrays.k = forward.k;
@@ -82,7 +81,6 @@ inline Gradients run(const Call& call, CpuTarget target) {
   arrays.dout = call.dout.base();
   arrays.dlse = call.dlse.empty() ? nullptr : call.dlse.data();
   arrays.stats = {row_max.data(), row_sum.data()};
-  arrays.d_row = out.d_row.data();
   arrays.dq = out.dq.data();
   arrays.dk = out.dk.data();
   arrays.dv = out.dv.data();

@@ -51,7 +51,8 @@ void test_worker_indices_are_exclusive() {
   CHECK(exclusive);
 }
 
-// Another thread changes the count in the middle of a call: workers keep to the count it began with.
+// Another thread changes the count in the middle of a call: workers keep to the count it began
+// with.
 void test_the_count_of_a_call_stands() {
   forge::set_num_threads(2);
   const int threads = forge::num_threads();
