@@ -27,10 +27,7 @@ def check_memory(
     Raises:
         MemoryError: saying how many bytes it takes, how many there are, and ``instead``.
     """
-    sizes = {
-        name: math.prod(int(extent) for extent in shape) * dtype.itemsize
-        for name, shape in shapes.items()
-    }
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     total = sum(sizes.values())
     if total <= _SMALL:
         return
