@@ -102,7 +102,7 @@ void test_fork() {
 
 int main(int argc, char** argv) {
   // qemu-user cannot start threads in a child that a threaded process forked.
-  const bool forks = !(argc > 1 && std::strcmp(argv[1], "no-fork") == 0);
+  [[maybe_unused]] const bool forks = !(argc > 1 && std::strcmp(argv[1], "no-fork") == 0);
   test_thread_counts();
   test_worker_indices_are_exclusive();
   test_the_count_of_a_call_stands();
