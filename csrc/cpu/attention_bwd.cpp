@@ -15,45 +15,12 @@
 
 #include "core/thread_pool.h"
 #include "cpu/attention.h"
-#include "cpu/backward_kernels.h"
+#include "cpu/kernel_tables.h"
 #include "cpu/scratch.h"
 
 namespace forge::cpu {
-#if defined(__x86_64__)
-namespace baseline {
-extern const BackwardKernels kBackwardKernels;
-}
-namespace avx2 {
-extern const BackwardKernels kBackwardKernels;
-}
-namespace avx512 {
-extern const BackwardKernels kBackwardKernels;
-}
-#elif defined(__aarch64__)
-namespace neon {
-extern const BackwardKernels kBackwardKernels;
-}
-#else
-namespace baseline {
-extern const BackwardKernels kBackwardKernels;
-}
-#endif
 
 namespace {
-
-const BackwardKernels& backward_kernels(CpuTarget target) {
-#if defined(__x86_64__)
-  if (target == CpuTarget::kAvx512) return avx512::kBackwardKernels;
-  if (target == CpuTarget::kAvx2) return avx2::kBackwardKernels;
-  return baseline::kBackwardKernels;
-#elif defined(__aarch64__)
-  (void)target;
-  return neon::kBackwardKernels;
-#else
-  (void)target;
-  return baseline::kBackwardKernels;
-#endif
-}
 
 Int64 divide_up(Int64 a, Int64 b) { return (a + b - 1) / b; }
 Int64 round_up(Int64 a, Int64 b) { return divide_up(a, b) * b; }
@@ -375,7 +342,7 @@ class Backward {
 void attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, bool accumulate,
                    CpuTarget target) {
   BackwardProblem backward{params_as<float>(problem), arrays, problem.ranges.data(), accumulate};
-  Backward(backward, backward_kernels(target)).run();
+  Backward(backward, kernel_tables(target).backward).run();
 }
 
 }  // namespace forge::cpu

@@ -3,46 +3,12 @@
 
 #include "core/thread_pool.h"
 #include "cpu/attention.h"
-#include "cpu/decode_kernels.h"
+#include "cpu/kernel_tables.h"
 #include "cpu/scratch.h"
 
 namespace forge::cpu {
 
-#define FORGE_DECLARE_TARGET(target)           \
-  namespace target {                           \
-  extern const ForwardKernels kForwardKernels; \
-  extern const DecodeKernels kDecodeKernels;   \
-  }
-#if defined(__x86_64__)
-FORGE_DECLARE_TARGET(baseline)
-FORGE_DECLARE_TARGET(avx2)
-FORGE_DECLARE_TARGET(avx512)
-#elif defined(__aarch64__)
-FORGE_DECLARE_TARGET(neon)
-#else
-FORGE_DECLARE_TARGET(baseline)
-#endif
-
 namespace {
-
-struct Kernels {
-  const ForwardKernels& forward;
-  const DecodeKernels& decode;
-};
-
-Kernels kernels_of(CpuTarget target) {
-#if defined(__aarch64__)
-  (void)target;
-  return {neon::kForwardKernels, neon::kDecodeKernels};
-#else
-#if defined(__x86_64__)
-  if (target == CpuTarget::kAvx512) return {avx512::kForwardKernels, avx512::kDecodeKernels};
-  if (target == CpuTarget::kAvx2) return {avx2::kForwardKernels, avx2::kDecodeKernels};
-#endif
-  (void)target;
-  return {baseline::kForwardKernels, baseline::kDecodeKernels};
-#endif
-}
 
 constexpr Int64 kWantedTasks = 16;   // of row tiles: each packs its keys, so more cost more
 constexpr Int64 kWantedSplits = 32;  // of few rows: a split costs next to nothing
@@ -54,7 +20,7 @@ Int64 ceil_div(Int64 a, Int64 b) { return (a + b - 1) / b; }
 struct Forward {
   const Problem& problem;
   ForwardCall call;
-  Kernels kernels;
+  KernelTables kernels;
   Int64 rows;   // a kv head: rep * Tq
   Int64 heads;  // B * Hkv
 
@@ -221,7 +187,7 @@ void attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays, C
                             arrays.o,
                             arrays.stats.row_max,
                             arrays.stats.row_sum};
-  const Forward forward = {problem, call, kernels_of(target), rep * params.Tq,
+  const Forward forward = {problem, call, kernel_tables(target), rep * params.Tq,
                            params.B * params.Hkv};
   const DecodeKernels& decode = forward.kernels.decode;
   if (forward.rows <= decode.most_rows && params.hd <= decode.most_head_size && params.Tk >= 128) {

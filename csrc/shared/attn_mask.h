@@ -48,16 +48,23 @@ FORGE_INLINE AttnBand attn_band(Params params, AttnRange range) {
   if (params.causal && band.hi_shift > range.query_offset) band.hi_shift = range.query_offset;
   band.key_lo = range.key_start > 0 ? range.key_start : 0;
   band.key_hi = range.key_end < params.Tk ? range.key_end - 1 : params.Tk - 1;
+  if (band.key_lo > band.key_hi) {
+    band.key_lo = 0;
+    band.key_hi = -1;
+  }
   return band;
 }
 
-// The keys that query i sees.
+// The keys that query i sees. Both ends move with i and never backwards, for dead rows too, and stay
+// within [key_lo, key_hi + 1] and [key_lo - 1, key_hi]: callers may add and subtract them.
 FORGE_INLINE IndexRange visible_keys(AttnBand band, Int64 i) {
   Int64 lo = saturating_add(i, band.lo_shift);
   Int64 hi = saturating_add(i, band.hi_shift);
   IndexRange keys;
   keys.lo = lo > band.key_lo ? lo : band.key_lo;
   keys.hi = hi < band.key_hi ? hi : band.key_hi;
+  if (keys.lo > band.key_hi + 1) keys.lo = band.key_hi + 1;
+  if (keys.hi < band.key_lo - 1) keys.hi = band.key_lo - 1;
   return keys;
 }
 

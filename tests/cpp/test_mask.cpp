@@ -34,12 +34,16 @@ void check_case(const MaskCase& mask) {
   params.window_right = mask.right;
   params.causal = mask.causal;
   const forge::AttnBand band = forge::attn_band(params, mask.range);
+  forge::IndexRange before{0, -1};
   for (std::int64_t i = 0; i < mask.Tq; ++i) {
     const forge::IndexRange keys = forge::visible_keys(band, i);
     for (std::int64_t j = 0; j < mask.Tk; ++j) {
       CHECK((keys.lo <= j && j <= keys.hi) == visible(mask, i, j));
     }
-    if (keys.lo <= keys.hi) CHECK(keys.lo >= 0 && keys.hi < mask.Tk);
+    // Ends of dead rows are tame as well, and neither ever moves back.
+    CHECK(keys.lo >= 0 && keys.lo <= mask.Tk && keys.hi >= -1 && keys.hi < mask.Tk);
+    CHECK(keys.lo >= before.lo && keys.hi >= before.hi);
+    before = keys;
   }
   for (std::int64_t j = 0; j < mask.Tk; ++j) {
     const forge::IndexRange queries = forge::visible_queries(band, j, mask.Tq);
@@ -70,7 +74,11 @@ void test_ends_of_int64_do_not_overflow() {
   for (const std::int64_t left : {std::int64_t{-1}, std::int64_t{0}, kMax - 3, kMax}) {
     for (const std::int64_t right : {std::int64_t{-1}, std::int64_t{0}, kMax - 3, kMax}) {
       for (const std::int64_t offset : {kMin, kMin + 2, std::int64_t{0}, kMax - 2, kMax}) {
-        for (const int causal : {0, 1}) check_case({4, 6, left, right, causal, {offset, 0, 6}});
+        for (const int causal : {0, 1}) {
+          check_case({4, 6, left, right, causal, {offset, 0, 6}});
+          check_case({4, 6, left, right, causal, {offset, 5, 6}});
+          check_case({4, 6, left, right, causal, {offset, 6, 0}});
+        }
       }
     }
   }

@@ -188,3 +188,32 @@ def test_no_numpy_warning_on_dead_rows(backend, kernel):
     with np.errstate(all="raise"):
         got = run(q, k, v, np.ones_like(q), causal=True, backend=backend, kernel=kernel)
         assert np.isneginf(got.saved.lse[0, :, :3]).all()
+
+
+@pytest.mark.parametrize("Tq", [1, 3, 40])
+@pytest.mark.parametrize("offset", [-(2**63), -(2**63) + 3, 2**63 - 1, 2**63 - 4])
+@pytest.mark.parametrize("key_start", [0, 5, 299])
+def test_offsets_at_the_ends_of_int64(Tq, offset, key_start, backend):
+    """Both kernels agree where positions lie so far out that sums with them would overflow."""
+    q, k = np.ones((1, Tq, 2, 8), np.float32), np.ones((1, 300, 1, 8), np.float32)
+    for options in (
+        {"causal": True},
+        {"window": (3, 2)},
+        {"window": 5},
+        {"causal": True, "window": 7},
+    ):
+        results = []
+        for kernel in ("fused", "materialized"):
+            out, saved = forge.attention_forward(
+                q,
+                k,
+                k,
+                query_offset=offset,
+                key_start=key_start,
+                kernel=kernel,
+                backend=backend,
+                **options,
+            )
+            results.append((out, saved.lse, *forge.attention_backward(out, saved)))
+        for fused, materialized in zip(*results, strict=True):
+            np.testing.assert_allclose(fused, materialized, atol=1e-4)
