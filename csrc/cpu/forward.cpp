@@ -173,8 +173,8 @@ void prefetch_tile(const TaskState& state, Int64 begin, Int64 end, Int64 index, 
 FORGE_NOINLINE KeySpan span_of(const TaskState& state, const BlockRange& range, Int64 index,
                                Int64 begin, int count) {
   KeySpan span;
-  span.from = static_cast<int>(max_of(range.lo - begin, 0));
-  span.to = static_cast<int>(min_of(range.hi - begin + 1, count));
+  span.from = static_cast<int>(min_of(max_of(range.lo - begin, 0), count));
+  span.to = static_cast<int>(max_of(min_of(range.hi - begin + 1, count), 0));
   span.full_from = static_cast<int>(min_of(max_of(range.full_lo - begin, 0), count));
   span.full_to = static_cast<int>(max_of(min_of(range.full_hi - begin, count - 1) + 1, 0));
   for (int c = 0; c < kRowVecs; ++c) {
