@@ -185,6 +185,7 @@ void run(const ForwardCall& call, const DecodeTask& task) {
 }
 
 void combine(const ForwardCall& call, const CombineTask& task) {
+  constexpr int kVecs = 4;
   const AttnParams& params = call.params;
   const Int64 hd = params.hd, row_floats = partial_row_floats(hd);
   for (Int64 row = task.row_begin; row < task.row_end; ++row) {
@@ -205,17 +206,22 @@ void combine(const ForwardCall& call, const CombineTask& task) {
       m = part > m ? part : m;
     }
     const Real base = m == -__builtin_inff() ? 0 : m;
-    for (Int64 d = 0; d < hd; d += kLanes) {
-      Vec sum{};
+    for (Int64 d = 0; d < hd; d += kVecs * kLanes) {
+      Vec sum[kVecs] = {};
       l = 0;
       for (Int64 split = 0; split < task.splits; ++split) {
         const Real* part = partial + split * task.split_floats;
         const Vec weight = exp_of_nonpositive(broadcast(part[0] - base));
         l += part[1] * weight[0];
-        sum = fma(load(part + kPartialHead + d), weight, sum);
+        FORGE_UNROLL
+        for (int c = 0; c < kVecs; ++c) {
+          const Int64 channel = d + c * kLanes;
+          if (channel < hd) sum[c] = fma(load(part + kPartialHead + channel), weight, sum[c]);
+        }
       }
       if (l == 0) l = __builtin_nanf("");  // all visible scores are -inf
-      store_within(o, d, hd, sum / broadcast(l));
+      FORGE_UNROLL
+      for (int c = 0; c < kVecs; ++c) store_within(o, d + c * kLanes, hd, sum[c] / broadcast(l));
     }
     call.row_max[at] = m;
     call.row_sum[at] = l;
