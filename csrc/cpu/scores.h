@@ -1,7 +1,7 @@
-// The scores. Forward, decode and every backward sweep get s_ij from here and from nowhere else,
-// which is why it is the same float in all of them: one fma chain over d, ascending, from zero;
-// times scale; then the softcap. Edges and tails change how many chains run side by side, never a
-// chain.
+// The scores. Forward, decode and every backward sweep get s_ij from here, which is why it is the
+// same float in all of them: one fma chain over d, ascending, from zero; times scale; then the
+// softcap. Only decode's score_keys, which has its keys in registers, runs that chain itself. Edges
+// and tails change how many chains run side by side, never a chain.
 #pragma once
 
 #include "cpu/simd_math.h"

@@ -255,10 +255,8 @@ FORGE_INLINE void transpose_quads(Vec& r0, Vec& r1, Vec& r2, Vec& r3) {
 #undef FORGE_IN_PARTS
 }
 
-// kLanes x kLanes, in place.
-FORGE_INLINE void transpose(Vec (&r)[kLanes]) {
-  FORGE_UNROLL
-  for (int i = 0; i < kLanes; i += 4) transpose_quads(r[i], r[i + 1], r[i + 2], r[i + 3]);
+// kLanes x kLanes, in place, once transpose_quads has been over each four rows.
+FORGE_INLINE void transpose_parts([[maybe_unused]] Vec (&r)[kLanes]) {
 #if defined(__AVX512F__)
 #define FORGE_EVEN_PARTS(x, y) \
   __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
@@ -284,6 +282,13 @@ FORGE_INLINE void transpose(Vec (&r)[kLanes]) {
     r[i + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
   }
 #endif
+}
+
+// kLanes x kLanes, in place.
+FORGE_INLINE void transpose(Vec (&r)[kLanes]) {
+  FORGE_UNROLL
+  for (int i = 0; i < kLanes; i += 4) transpose_quads(r[i], r[i + 1], r[i + 2], r[i + 3]);
+  transpose_parts(r);
 }
 
 }  // namespace

@@ -1,0 +1,226 @@
+// The inner loops of decode: a few rows of one or two kv heads against some keys.
+#pragma once
+
+#include "cpu/pack.h"
+#include "cpu/scores.h"
+
+namespace forge::cpu::FORGE_TARGET {
+namespace {
+
+constexpr int kBlockKeys = 64;
+constexpr int kPanelVecs = 16 / kLanes;
+constexpr int kPanelKeys = kPanelVecs * kLanes;  // keys read abreast
+// Whether registers hold a block of keys and the sums.
+constexpr bool kKeysInRegisters = kLanes == 16 && kVectorRegisters >= 32;
+constexpr int kValueKeys = 16;  // values read abreast
+constexpr int kMostHeadSize = 512;
+constexpr int kRowsAtOnce = 4;
+
+FORGE_INLINE Int64 min_of(Int64 a, Int64 b) { return a < b ? a : b; }
+FORGE_INLINE Int64 max_of(Int64 a, Int64 b) { return a > b ? a : b; }
+
+// Rows of keys or values.
+struct KeyBlock {
+  const Real* first;
+  Int64 stride;  // from key to key
+  Int64 head_stride;
+  int count;
+};
+
+FORGE_INLINE void prefetch_rows(const Real* first, Int64 stride, int count, Int64 n) {
+  for (int row = 0; row < count; ++row) {
+    for (Int64 d = 0; d < n; d += 16) __builtin_prefetch(first + row * stride + d, 0, 3);
+  }
+}
+
+// The share of head `head` of `heads` in prefetching rows, from head 0's first on: in the memory's
+// order where the heads of a row lie side by side.
+FORGE_INLINE void prefetch_share(const KeyBlock& rows, int head, int heads, Int64 hd) {
+  if (rows.head_stride == hd) {
+    const int from = rows.count * head / heads, to = rows.count * (head + 1) / heads;
+    prefetch_rows(rows.first + from * rows.stride, rows.stride, to - from, heads * hd);
+  } else {
+    prefetch_rows(rows.first + head * rows.head_stride, rows.stride, rows.count, hd);
+  }
+}
+
+// The rows [key, key + step), as many as there are, from `head` on.
+FORGE_INLINE KeyBlock rows_from(const KeyBlock& block, Int64 head, int key, int step) {
+  return {block.first + head * block.head_stride + key * block.stride, block.stride,
+          block.head_stride, static_cast<int>(max_of(0, min_of(step, block.count - key)))};
+}
+
+// scores[r][key] for the keys of a panel: hd times kPanelKeys, keys in lanes.
+template <bool Capped, int Rows>
+FORGE_NOINLINE void score_panel(const Real* const* q, const Real* panel, Int64 hd,
+                                const ScoreMap& map, Real* scores) {
+  // As many vectors side by side as keep both the chains' latency hidden and their sums in
+  // registers.
+  constexpr int kVecs = Rows <= 2 || kPanelVecs < 2 ? kPanelVecs : 2;
+  for (int c = 0; c < kPanelVecs; c += kVecs) {
+    Vec acc[Rows][kVecs];
+    dot_rows(q, panel + c * kLanes, kPanelKeys, hd, acc);
+    FORGE_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+      FORGE_UNROLL
+      for (int i = 0; i < kVecs; ++i) {
+        store(scores + r * kBlockKeys + (c + i) * kLanes, score_of<Capped>(acc[r][i], map));
+      }
+    }
+  }
+}
+
+// The same straight from rows of keys, kLanes of them, that are transposed in registers: each line
+// of memory is loaded once, whole. Heads: kv heads side by side, so that several chains run even
+// with one row a head.
+template <bool Capped, int Heads, int Rows>
+FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock& k, Int64 hd,
+                               const ScoreMap& map, Real* scores) {
+  Vec acc[Heads * Rows];
+  FORGE_UNROLL
+  for (int r = 0; r < Heads * Rows; ++r) acc[r] = Vec{};
+  Int64 d = 0;
+  for (; d + kLanes <= hd; d += kLanes) {
+    FORGE_UNROLL
+    for (int head = 0; head < Heads; ++head) {
+      Vec block[kLanes];
+      const Real* first = k.first + head * k.head_stride + d;
+      FORGE_UNROLL
+      for (int i = 0; i < kLanes; i += 4) {  // by four: what is loaded stays in registers
+        FORGE_UNROLL
+        for (int j = i; j < i + 4; ++j) block[j] = load(first + j * k.stride);
+        transpose_quads(block[i], block[i + 1], block[i + 2], block[i + 3]);
+      }
+      transpose_parts(block);
+      FORGE_UNROLL
+      for (int i = 0; i < kLanes; ++i) {
+        FORGE_UNROLL
+        for (int r = head * Rows; r < (head + 1) * Rows; ++r) {
+          acc[r] = fma(broadcast(q[r][d + i]), block[i], acc[r]);
+        }
+      }
+    }
+  }
+  if (d < hd) {
+    FORGE_UNROLL
+    for (int head = 0; head < Heads; ++head) {
+      Vec block[kLanes];
+      const Real* first = k.first + head * k.head_stride;
+      FORGE_UNROLL
+      for (int i = 0; i < kLanes; ++i) block[i] = load_within(first + i * k.stride, d, hd);
+      transpose(block);
+      FORGE_UNROLL
+      for (int i = 0; i < kLanes; ++i) {
+        if (d + i == hd) break;
+        FORGE_UNROLL
+        for (int r = head * Rows; r < (head + 1) * Rows; ++r) {
+          acc[r] = fma(broadcast(q[r][d + i]), block[i], acc[r]);
+        }
+      }
+    }
+  }
+  FORGE_UNROLL
+  for (int r = 0; r < Heads * Rows; ++r) {
+    store(scores + r * kBlockKeys, score_of<Capped>(acc[r], map));
+  }
+}
+
+// Rows of one kv head against keys that may lie in a panel already.
+template <bool Capped, int Rows>
+FORGE_INLINE void score_rows(const Real* const* q, const KeyBlock& keys, const Real* panel,
+                             Int64 hd, const ScoreMap& map, Real* scores) {
+  if constexpr (kKeysInRegisters) {
+    if (!panel) {
+      score_keys<Capped, 1, Rows>(q, keys, hd, map, scores);
+      return;
+    }
+  }
+  score_panel<Capped, Rows>(q, panel, hd, map, scores);
+}
+
+// Keys, at most kPanelKeys, into a panel. Lanes past the last key repeat it.
+FORGE_NOINLINE void fill_panel(const KeyBlock& k, Int64 hd, Real* panel) {
+  for (int c = 0; c < kPanelKeys; c += kLanes) {
+    const Real* rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) rows[i] = k.first + min_of(c + i, k.count - 1) * k.stride;
+    rows_to_lanes(rows, hd, panel + c, kPanelKeys);
+  }
+}
+
+// o[r] = o[r] * alpha[r] + sum over the keys of p[r][key] v[key], o in the partial rows.
+template <int Rows, int Vecs>
+FORGE_INLINE void add_channels(const Real* p, const KeyBlock& v, Int64 d, Int64 hd,
+                               const Real* alpha, Real* const* partial) {
+  Vec acc[Rows][Vecs];
+  FORGE_UNROLL
+  for (int r = 0; r < Rows; ++r) {
+    FORGE_UNROLL
+    for (int c = 0; c < Vecs; ++c) acc[r][c] = Vec{};
+  }
+  const Real* row = v.first + d;
+  for (int key = 0; key < v.count; ++key, row += v.stride) {
+    Vec value[Vecs];
+    FORGE_UNROLL
+    for (int c = 0; c < Vecs; ++c) {
+      value[c] = Vecs > 1 ? load(row + c * kLanes) : load_within(row, 0, hd - d);
+    }
+    FORGE_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+      const Vec weight = broadcast(p[r * kBlockKeys + key]);
+      FORGE_UNROLL
+      for (int c = 0; c < Vecs; ++c) acc[r][c] = fma(weight, value[c], acc[r][c]);
+    }
+  }
+  FORGE_UNROLL
+  for (int r = 0; r < Rows; ++r) {
+    FORGE_UNROLL
+    for (int c = 0; c < Vecs; ++c) {
+      Real* at = partial[r] + kPartialHead + d + c * kLanes;
+      store(at, fma(load(at), broadcast(alpha[r]), acc[r][c]));
+    }
+  }
+}
+
+template <int Rows>
+FORGE_NOINLINE void add_keys(const Real* p, const KeyBlock& v, Int64 hd, const Real* alpha,
+                             Real* const* partial) {
+  constexpr int kVecs = Rows == 1 || kVectorRegisters >= 32 ? 4 : 2;
+  Int64 d = 0;
+  for (; d + kVecs * kLanes <= hd; d += kVecs * kLanes) {
+    add_channels<Rows, kVecs>(p, v, d, hd, alpha, partial);
+  }
+  for (; d < hd; d += kLanes) add_channels<Rows, 1>(p, v, d, hd, alpha, partial);
+}
+
+// One row's scores of a block become p; m and l, the first of its partial row, move on. Returns
+// what its sums so far are to be multiplied with. [from, to): the keys of the block that the row
+// sees.
+FORGE_INLINE Real softmax_row(Real* scores, int from, int to, Real* partial) {
+  Real* m = partial;
+  Real* l = partial + 1;
+  const Vec lowest = broadcast(-__builtin_inff());
+  const int padded = static_cast<int>(round_up(to, kLanes));
+  Vec top = lowest;
+  for (int key = 0; key < padded; key += kLanes) {
+    const IntVec at = lane_numbers() + key;
+    const Vec s = select((at >= from) & (at < to), load(scores + key), lowest);
+    store(scores + key, s);
+    top = max(s, top);
+  }
+  const Real largest = max_of_lanes(top), before = *m;
+  *m = largest > before ? largest : before;
+  // A row of nothing but -inf so far: any finite base gives p = 0 where -inf - -inf would give NaN.
+  const Vec base = broadcast(*m == -__builtin_inff() ? 0 : *m);
+  const Real alpha = exp_of_nonpositive(broadcast(before) - base)[0];
+  Vec sum{};
+  for (int key = 0; key < padded; key += kLanes) {
+    const Vec p = exp_of_nonpositive(load(scores + key) - base);
+    store(scores + key, p);
+    sum = sum + p;
+  }
+  *l = *l * alpha + sum_of_lanes(sum);
+  return alpha;
+}
+
+}  // namespace
+}  // namespace forge::cpu::FORGE_TARGET
