@@ -126,8 +126,8 @@ void run_block(const RowGroup& group, const KeyBlock& k, const KeyBlock& v, cons
   int from[kGroupRows], to[kGroupRows];
   bool whole = true;
   for (int row = 0; row < rows; ++row) {
-    from[row] = static_cast<int>(max_of(group.keys[row].lo - begin, 0));
-    to[row] = static_cast<int>(min_of(group.keys[row].hi - begin + 1, k.count));
+    from[row] = static_cast<int>(min_of(max_of(group.keys[row].lo - begin, 0), k.count));
+    to[row] = static_cast<int>(max_of(min_of(group.keys[row].hi - begin + 1, k.count), 0));
     if (from[row] >= to[row]) from[row] = to[row] = 0;
     whole = whole && from[row] == 0 && to[row] == k.count;
     alpha[row] = softmax_row(scores + row * kBlockKeys, from[row], to[row], group.partial[row]);
