@@ -41,7 +41,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--steps", type=count, default=400, help="training steps (default: %(default)s)")
+    add("--steps", type=count, default=1000, help="training steps (default: %(default)s)")
     add("--seed", type=count, default=0, help="of everything random (default: %(default)s)")
     add("--out", type=Path, default=Path("out"), help="picture's folder (default: %(default)s)")
     add("--kernel", choices=["fused", "materialized"], help="default: forge's own")
