@@ -55,8 +55,8 @@ FORGE_INLINE AttnBand attn_band(Params params, AttnRange range) {
   return band;
 }
 
-// The keys that query i sees. Both ends move with i and never backwards, for dead rows too, and stay
-// within [key_lo, key_hi + 1] and [key_lo - 1, key_hi]: callers may add and subtract them.
+// The keys that query i sees. Both ends move with i and never backwards, for dead rows too, and
+// stay within [key_lo, key_hi + 1] and [key_lo - 1, key_hi]: callers may add and subtract them.
 FORGE_INLINE IndexRange visible_keys(AttnBand band, Int64 i) {
   Int64 lo = saturating_add(i, band.lo_shift);
   Int64 hi = saturating_add(i, band.hi_shift);
