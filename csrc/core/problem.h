@@ -96,10 +96,4 @@ FORGE_INLINE std::int64_t row_index(const AttnParamsOf<Real>& params, std::int64
   return (b * params.H + h) * params.Tq + i;
 }
 
-// Position of element (b, t, h, 0) in a strided [B, T, heads, hd] array.
-FORGE_INLINE std::int64_t element_offset(const AttnStrides& strides, std::int64_t b, std::int64_t t,
-                                         std::int64_t h) {
-  return b * strides.batch + t * strides.row + h * strides.head;
-}
-
 }  // namespace forge

@@ -85,11 +85,11 @@ void check_problem(const Problem& problem) {
 AttnStrides check_heads_array(const ArrayView& array, const std::array<std::int64_t, 4>& shape,
                               DType dtype) {
   check_shape(array, {shape.begin(), shape.end()}, dtype);
-  if (is_empty(array)) return {0, 0, 0};  // NumPy gives such arrays any strides
+  if (is_empty(array)) return {0, 0, 0, 0};  // NumPy gives such arrays any strides
   require(array.shape[3] < 2 || array.strides[3] == 1,
           array.name + " must have a last axis of unit stride, got " +
               std::to_string(array.strides[3]) + " elements");
-  return {array.strides[0], array.strides[1], array.strides[2]};
+  return {array.strides[0], array.strides[1], array.strides[2], 0};
 }
 
 void check_contiguous_array(const ArrayView& array, const std::vector<std::int64_t>& shape,

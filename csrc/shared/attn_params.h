@@ -22,11 +22,14 @@ using Int32 = std::int32_t;
 using Int64 = std::int64_t;
 #endif
 
-// Element (not byte) strides of one [B, T, heads, hd] array; the last axis has unit stride.
+// Element (not byte) strides of one [B, T, heads, hd] array; the last axis has unit stride. `first`
+// is where element [0, 0, 0, 0] lies from the pointer that goes with them: 0 on the CPU; a GPU buffer
+// starts at the array's lowest address, and with a negative stride that is another element.
 struct AttnStrides {
   Int64 batch;
   Int64 row;
   Int64 head;
+  Int64 first;
 };
 
 // Where sequence b stands: query i is at key position i + query_offset, and keys outside
@@ -63,16 +66,28 @@ struct AttnParamsOf {
 
 typedef AttnParamsOf<float> AttnParams;
 
+// The part of a problem that one GPU dispatch computes: rows, or tiles of rows, numbered b-major.
+struct AttnSpan {
+  Int64 begin;
+  Int64 end;
+};
+
+// Position of element (b, t, h, 0) in a strided [B, T, heads, hd] array.
+FORGE_INLINE Int64 element_offset(AttnStrides strides, Int64 b, Int64 t, Int64 h) {
+  return strides.first + b * strides.batch + t * strides.row + h * strides.head;
+}
+
 #ifndef __METAL_VERSION__
-static_assert(sizeof(AttnStrides) == 24, "layout shared with the shaders");
+static_assert(sizeof(AttnStrides) == 32, "layout shared with the shaders");
+static_assert(sizeof(AttnSpan) == 16, "layout shared with the shaders");
 static_assert(sizeof(AttnRange) == 24, "layout shared with the shaders");
-static_assert(sizeof(AttnParams) == 256, "layout shared with the shaders");
+static_assert(sizeof(AttnParams) == 320, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, window_left) == 24, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, q) == 40, "layout shared with the shaders");
-static_assert(offsetof(AttnParams, dv) == 208, "layout shared with the shaders");
-static_assert(offsetof(AttnParams, H) == 232, "layout shared with the shaders");
-static_assert(offsetof(AttnParams, scale) == 248, "layout shared with the shaders");
-static_assert(offsetof(AttnParams, softcap) == 252, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, dv) == 264, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, H) == 296, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, scale) == 312, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, softcap) == 316, "layout shared with the shaders");
 #endif
 
 }  // namespace forge

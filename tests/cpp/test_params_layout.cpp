@@ -21,6 +21,7 @@ void test_fields_are_consecutive() {
     strides->batch = ++count;
     strides->row = ++count;
     strides->head = ++count;
+    strides->first = ++count;
   }
   std::vector<std::int64_t> words(static_cast<std::size_t>(count));
   std::memcpy(words.data(), &params, words.size() * sizeof words[0]);

@@ -1,0 +1,12 @@
+// The switches a pipeline is compiled for, numbered for host and shaders. They come in groups with
+// gaps, so that a new one does not renumber others.
+#pragma once
+
+namespace forge {
+
+enum FunctionConstant {
+  kConstantHasSoftcap = 0,  // bool: params.softcap > 0
+  kConstantHasDlse = 1,     // bool: the gradient of lse is given
+};
+
+}  // namespace forge

@@ -1,0 +1,7 @@
+// The switches a pipeline is compiled for, as the kernels read them.
+#pragma once
+
+#include "shared/function_constants.h"
+
+constant bool has_softcap [[function_constant(forge::kConstantHasSoftcap)]];
+constant bool has_dlse [[function_constant(forge::kConstantHasDlse)]];
