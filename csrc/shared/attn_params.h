@@ -23,8 +23,8 @@ using Int64 = std::int64_t;
 #endif
 
 // Element (not byte) strides of one [B, T, heads, hd] array; the last axis has unit stride. `first`
-// is where element [0, 0, 0, 0] lies from the pointer that goes with them: 0 on the CPU; a GPU buffer
-// starts at the array's lowest address, and with a negative stride that is another element.
+// is where element [0, 0, 0, 0] lies from the pointer that goes with them: 0 on the CPU; a GPU
+// buffer starts at the array's lowest address, and with a negative stride that is another element.
 struct AttnStrides {
   Int64 batch;
   Int64 row;

@@ -113,9 +113,9 @@ class Array {
   // 3: rows backwards; 4: one row for all (stride 0); 5: everything backwards, gaps between heads.
   void relayout(int layout) {
     const std::int64_t gap = layout == 5 ? 3 : 0, head = hd_ + gap;
-    strides_ = {T_ * heads_ * head, heads_ * head, head};
-    if (layout == 1) strides_ = {T_ * (heads_ * hd_ + 7), heads_ * hd_ + 7, hd_};
-    if (layout == 2) strides_ = {heads_ * T_ * hd_, hd_, T_ * hd_};
+    strides_ = {T_ * heads_ * head, heads_ * head, head, 0};
+    if (layout == 1) strides_ = {T_ * (heads_ * hd_ + 7), heads_ * hd_ + 7, hd_, 0};
+    if (layout == 2) strides_ = {heads_ * T_ * hd_, hd_, T_ * hd_, 0};
     std::int64_t size = B_ * T_ * heads_ * head + (layout == 1 ? B_ * T_ * 7 : 0);
     origin_ = 0;
     if (layout == 3 || layout == 5) origin_ += (T_ - 1) * strides_.row, strides_.row *= -1;
@@ -166,7 +166,7 @@ inline forge::Problem problem_of(const Case& c, const Arrays& arrays) {
   p.q = arrays.q.strides();
   p.k = arrays.k.strides();
   p.v = arrays.v.strides();
-  p.o = {c.Tq * c.H * c.hd, c.H * c.hd, c.hd};
+  p.o = {c.Tq * c.H * c.hd, c.H * c.hd, c.hd, 0};
   for (std::int64_t b = 0; b < c.B; ++b) {
     problem.ranges.push_back({c.offset(b), c.start(b), c.end(b)});
   }

@@ -60,8 +60,8 @@ inline Gradients run(const Call& call, CpuTarget target) {
   forge::Problem problem = problem_of(c, call.in);
   auto& p = problem.params;
   p.dout = call.dout.strides();
-  p.dq = {c.Tq * c.H * c.hd, c.H * c.hd, c.hd};
-  p.dk = p.dv = {c.Tk * c.Hkv * c.hd, c.Hkv * c.hd, c.hd};
+  p.dq = {c.Tq * c.H * c.hd, c.H * c.hd, c.hd, 0};
+  p.dk = p.dv = {c.Tk * c.Hkv * c.hd, c.Hkv * c.hd, c.hd, 0};
   forge::ForwardArrays<float> forward{};
   forward.q = call.in.q.base();
   forward.k = call.in.k.base();

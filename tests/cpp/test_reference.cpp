@@ -156,8 +156,8 @@ forge::Problem problem_of(const Arrays& a, const Options& opt) {
   params.causal = opt.causal;
   params.scale = opt.scale;
   params.softcap = opt.softcap;
-  params.q = params.o = params.dout = params.dq = {a.Tq * a.H * a.hd, a.H * a.hd, a.hd};
-  params.k = params.v = params.dk = params.dv = {a.Tk * a.Hkv * a.hd, a.Hkv * a.hd, a.hd};
+  params.q = params.o = params.dout = params.dq = {a.Tq * a.H * a.hd, a.H * a.hd, a.hd, 0};
+  params.k = params.v = params.dk = params.dv = {a.Tk * a.Hkv * a.hd, a.Hkv * a.hd, a.hd, 0};
   problem.ranges.assign(static_cast<std::size_t>(a.B),
                         {opt.offset, opt.key_start, std::min(opt.key_end, a.Tk)});
   return problem;
