@@ -18,6 +18,21 @@ py::array array_of(const py::handle& object, const std::string& name) {
   return py::reinterpret_borrow<py::array>(object);
 }
 
+// The bytes of the array at the end of the chain of views.
+MemoryBlock owner_of(py::array array) {
+  while (py::isinstance<py::array>(array.base())) {
+    array = py::reinterpret_borrow<py::array>(array.base());
+  }
+  const char* lowest = static_cast<const char*>(array.data());
+  const char* end = lowest + array.itemsize();
+  for (py::ssize_t axis = 0; axis < array.ndim(); ++axis) {
+    if (array.shape(axis) == 0) return {lowest, lowest};
+    const py::ssize_t reach = (array.shape(axis) - 1) * array.strides(axis);
+    (reach < 0 ? lowest : end) += reach;
+  }
+  return {lowest, end};
+}
+
 }  // namespace
 
 ArrayView view_of(const py::handle& object, const std::string& name) {
@@ -41,6 +56,7 @@ ArrayView view_of(const py::handle& object, const std::string& name) {
   }
   view.data = const_cast<void*>(array.data());
   view.writeable = array.writeable();
+  if (view.writeable) view.owner = owner_of(array);
   for (py::ssize_t axis = 0; axis < array.ndim(); ++axis) {
     view.shape.push_back(array.shape(axis));
     // Strides of axes shorter than 2 are arbitrary in NumPy and never used.

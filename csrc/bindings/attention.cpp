@@ -66,6 +66,7 @@ class Call {
     bool nothing_to_write = true;
     for (const ArrayView* output : outputs) {
       check_output(*output);
+      owned.push_back(output->owner);
       nothing_to_write = nothing_to_write && is_empty(*output);
     }
     if (!options.ranges.is_none()) {
@@ -96,6 +97,7 @@ class Call {
   }
 
   Problem problem;
+  std::vector<MemoryBlock> owned;  // of the outputs
 };
 
 py::dict as_dict(const RunInfo& info, const BackendChoice& choice) {
@@ -106,6 +108,11 @@ py::dict as_dict(const RunInfo& info, const BackendChoice& choice) {
   result["kernel"] = info.kernel;
   result["cpu_target"] = info.cpu_target;
   result["threads"] = info.threads;
+  result["device"] = info.device;
+  result["library"] = info.library;
+  py::dict arrays;
+  for (const auto& [name, how] : info.arrays) arrays[name.c_str()] = how;
+  result["arrays"] = arrays;
   result["passed_over"] = passed_over;
   return result;
 }
@@ -167,6 +174,7 @@ struct ForwardCall {
       to.p = pointer(p);
       to.stats = {pointer(row_max), pointer(row_sum)};
     });
+    buffers.owned = call.owned;
   }
 };
 
@@ -203,8 +211,8 @@ struct BackwardCall {
   ArrayView q, k, v, o, p, row_max, row_sum, dout, dlse, d_row, dq, dk, dv;
   BackwardBuffers buffers;
 
-  void fill(DType dtype) {
-    buffers = typed<BackwardBuffers>(dtype, [&](auto& to, auto pointer) {
+  void fill(const Call& call) {
+    buffers = typed<BackwardBuffers>(call.problem.dtype, [&](auto& to, auto pointer) {
       to.q = pointer(q);
       to.k = pointer(k);
       to.v = pointer(v);
@@ -218,6 +226,7 @@ struct BackwardCall {
       to.dk = pointer(dk);
       to.dv = pointer(dv);
     });
+    buffers.owned = call.owned;
   }
 };
 
@@ -227,7 +236,7 @@ py::dict run_kernel(BackwardKernel kernel, const Call& call, const BackwardCall&
   RunInfo info;
   {
     py::gil_scoped_release release;
-    info = choice.backend->run_kernel(kernel, call.problem, arrays.buffers.f32, options.cpu_target);
+    info = choice.backend->run_kernel(kernel, call.problem, arrays.buffers, options.cpu_target);
   }
   return as_dict(info, choice);
 }
@@ -279,7 +288,7 @@ py::dict attention_bwd(const py::dict& arrays_given, bool accumulate,
     call.row_stat(arrays.dlse);
   }
   call.finish(options, {&arrays.dq, &arrays.dk, &arrays.dv});
-  arrays.fill(call.problem.dtype);
+  arrays.fill(call);
   const BackendChoice choice = choose_backend(call.problem, options.backend);
   RunInfo info;
   {
@@ -305,7 +314,7 @@ py::dict attention_bwd_d_f32(py::object o, py::object dout, py::object dlse, py:
   if (!arrays.dlse.name.empty()) call.row_stat(arrays.dlse);
   call.row_stat(arrays.d_row);
   call.finish(options, {&arrays.d_row});
-  arrays.fill(call.problem.dtype);
+  arrays.fill(call);
   return run_kernel(BackwardKernel::kD, call, arrays, options);
 }
 
@@ -335,7 +344,7 @@ py::dict attention_bwd_dq_f32(py::object q, py::object k, py::object v, py::obje
   arrays.dq = view_of(dq, "dq");
   call.problem.params.dq = call.query_like(arrays.dq);
   call.finish(options, {&arrays.dq});
-  arrays.fill(call.problem.dtype);
+  arrays.fill(call);
   return run_kernel(BackwardKernel::kDq, call, arrays, options);
 }
 
@@ -350,7 +359,7 @@ py::dict attention_bwd_dkv_f32(py::object q, py::object k, py::object v, py::obj
   call.problem.params.dk = call.key_like(arrays.dk);
   call.problem.params.dv = call.key_like(arrays.dv);
   call.finish(options, {&arrays.dk, &arrays.dv});
-  arrays.fill(call.problem.dtype);
+  arrays.fill(call);
   return run_kernel(BackwardKernel::kDkv, call, arrays, options);
 }
 

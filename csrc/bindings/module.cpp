@@ -10,6 +10,7 @@
 #include "core/errors.h"
 #include "core/thread_pool.h"
 #include "dispatch/backend.h"
+#include "dispatch/metal_backend.h"
 
 namespace py = pybind11;
 
@@ -41,7 +42,7 @@ py::dict build_config() {
 #endif
   result["build_type"] = FORGE_BUILD_TYPE;
   result["cpu_targets"] = targets;
-  result["metal"] = FORGE_METAL_MODE;
+  result["metal"] = forge::metal_build_mode();
   return result;
 }
 
@@ -62,6 +63,8 @@ PYBIND11_MODULE(_forge, module) {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const forge::TypeError& error) {
       PyErr_SetString(PyExc_TypeError, error.what());
+    } catch (const forge::TooLarge& error) {
+      PyErr_SetString(PyExc_MemoryError, error.what());
     }
   });
   forge::bindings::register_attention(module);

@@ -19,6 +19,15 @@ inline const char* family_name(Family family) {
   return family == Family::kFused ? "fused" : "materialized";
 }
 
+// The materialized backward kernels, one by one, in float32; the forward is one kernel already.
+enum class BackwardKernel { kD, kDq, kDkv };
+
+// The bytes [begin, end).
+struct MemoryBlock {
+  const char* begin;
+  const char* end;
+};
+
 struct Problem {
   DType dtype = DType::kFloat32;
   Family family = Family::kFused;

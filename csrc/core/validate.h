@@ -18,6 +18,7 @@ struct ArrayView {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
   bool writeable = false;
+  MemoryBlock owner{};  // all memory of the array that this one is a view of
   std::vector<std::int64_t> shape;
   std::vector<std::int64_t> strides;
 };

@@ -18,18 +18,21 @@ struct Support {
 struct RunInfo {
   std::string backend;
   std::string kernel;
-  std::string cpu_target;
-  int threads = 1;
+  std::string cpu_target;  // of the CPU
+  int threads = 1;         // likewise
+  std::string device;      // of a GPU
+  std::string library;     // of a GPU: where its kernels came from
+  // Of a GPU: what became of each array, "wrapped" or "copied: <reason>".
+  std::vector<std::pair<std::string, std::string>> arrays;
 };
 
-// The materialized backward kernels, one by one, in float32; the forward is one kernel already.
-enum class BackwardKernel { kD, kDq, kDkv };
-
-// Arrays of the dtype that problem.dtype names; the other member is unused.
+// Arrays of the dtype that problem.dtype names; the other member is unused. `owned` are the blocks
+// of memory that the outputs lie in and that nothing but their arrays uses.
 template <template <typename> class Arrays>
 struct ArraysOfDType {
   Arrays<float> f32{};
   Arrays<double> f64{};
+  std::vector<MemoryBlock> owned{};
 };
 using ForwardBuffers = ArraysOfDType<ForwardArrays>;
 using BackwardBuffers = ArraysOfDType<BackwardArrays>;
@@ -49,7 +52,7 @@ class Backend {
   virtual RunInfo backward(const Problem& problem, const BackwardBuffers& arrays, bool accumulate,
                            const std::string& cpu_target) const = 0;
   virtual RunInfo run_kernel(BackwardKernel kernel, const Problem& problem,
-                             const BackwardArrays<float>& arrays,
+                             const BackwardBuffers& arrays,
                              const std::string& cpu_target) const = 0;
 };
 

@@ -134,16 +134,20 @@ class CpuBackend final : public Backend {
     return info(problem.family, backward_of(problem, arrays.f32, accumulate, target));
   }
 
-  RunInfo run_kernel(BackwardKernel kernel, const Problem& problem,
-                     const BackwardArrays<float>& arrays,
+  RunInfo run_kernel(BackwardKernel kernel, const Problem& problem, const BackwardBuffers& arrays,
                      const std::string& cpu_target) const override {
     const CpuTarget target = choose_cpu_target(cpu_target);
-    return info(problem.family, run_backward_kernel(kernel, problem, arrays, target));
+    return info(problem.family, run_backward_kernel(kernel, problem, arrays.f32, target));
   }
 
  private:
   static RunInfo info(Family family, CpuTarget target) {
-    return {"cpu", family_name(family), cpu_target_name(target), num_threads()};
+    RunInfo info;
+    info.backend = "cpu";
+    info.kernel = family_name(family);
+    info.cpu_target = cpu_target_name(target);
+    info.threads = num_threads();
+    return info;
   }
 };
 

@@ -1,37 +1,65 @@
 #include "dispatch/metal_backend.h"
 
-#include <stdexcept>
+#include <utility>
+
+#include "metal/attention.h"
 
 namespace forge {
 namespace {
 
-// A build without Metal: named, so that backends() can say why it does not serve.
-class NoMetalBackend final : public Backend {
+class MetalBackend final : public Backend {
  public:
   const char* name() const override { return "metal"; }
-  Support available() const override { return {false, "this build of forge has no Metal backend"}; }
-  Support supports(const Problem&) const override { return available(); }
-  RunInfo forward(const Problem&, const ForwardBuffers&, const std::string&) const override {
-    refuse();
+
+  Support available() const override {
+    const std::string reason = metal::unavailable_reason();
+    return {reason.empty(), reason};
   }
-  RunInfo backward(const Problem&, const BackwardBuffers&, bool,
+
+  Support supports(const Problem& problem) const override {
+    if (problem.dtype != DType::kFloat32) {
+      return {false, "Metal has no float64; float64 needs backend='cpu'"};
+    }
+    if (problem.family != Family::kMaterialized) {
+      return {false, "Metal has no fused kernels yet; it needs kernel='materialized'"};
+    }
+    return {true, ""};
+  }
+
+  RunInfo forward(const Problem& problem, const ForwardBuffers& arrays,
+                  const std::string&) const override {
+    return info(problem, metal::attention_fwd(problem, arrays.f32, arrays.owned));
+  }
+
+  RunInfo backward(const Problem& problem, const BackwardBuffers& arrays, bool accumulate,
                    const std::string&) const override {
-    refuse();
+    return info(problem, metal::attention_bwd(problem, arrays.f32, accumulate, arrays.owned));
   }
-  RunInfo run_kernel(BackwardKernel, const Problem&, const BackwardArrays<float>&,
+
+  RunInfo run_kernel(BackwardKernel kernel, const Problem& problem, const BackwardBuffers& arrays,
                      const std::string&) const override {
-    refuse();
+    return info(problem, metal::run_kernel(kernel, problem, arrays.f32, arrays.owned));
   }
 
  private:
-  [[noreturn]] void refuse() const { throw std::invalid_argument("metal: " + available().reason); }
+  RunInfo info(const Problem& problem, metal::Ran ran) const {
+    RunInfo info;
+    info.backend = name();
+    info.kernel = family_name(problem.family);
+    info.device = std::move(ran.device);
+    info.library = std::move(ran.library);
+    info.arrays = std::move(ran.arrays);
+    return info;
+  }
 };
 
 }  // namespace
 
 const Backend& metal_backend() {
-  static const NoMetalBackend backend;
+  static const MetalBackend backend;
   return backend;
 }
+
+const char* metal_build_mode() { return metal::build_mode(); }
 
 }  // namespace forge

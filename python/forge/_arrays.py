@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forge import _forge
 from forge._memory import check_memory
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -170,6 +171,10 @@ def empty(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Array:
     start = -block.ctypes.data % page
     array: Array = block[start : start + nbytes].view(kind).reshape(extents)
     return array
+
+
+# A GPU works on arrays of whole pages without a copy; the CPU has no use for them.
+new_array = np.empty if _forge.build_config()["metal"] == "off" else empty
 
 
 def as_int(name: str, value: object, expected: str = "an int") -> int:

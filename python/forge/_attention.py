@@ -11,6 +11,7 @@ from forge._arrays import (
     as_input,
     as_output,
     check_overlap,
+    new_array,
     split_heads,
 )
 from forge._memory import check_memory
@@ -75,7 +76,7 @@ def _forward(call: Call, out: object) -> tuple[Array, Saved]:
         as_output("out", out, shape, dtype)
         check_overlap({"out": np.asarray(out)}, call.given)
     check_memory(needed, dtype, _less_memory(call))
-    new = {name: np.empty(extents, dtype) for name, extents in needed.items()}
+    new = {name: new_array(extents, dtype) for name, extents in needed.items()}
     result: Array = new["out"] if out is None else out  # type: ignore[assignment]
     o = np.asarray(result)
     ran = _forge.attention_fwd(
@@ -283,7 +284,7 @@ def _gradients(
     own = {"d_row": call.row_shape()} if call.kernel == "materialized" else {}
     check_memory({**needed, **own}, dtype)
     for name, shape in needed.items():
-        outputs[name] = results[name] = np.empty(shape, dtype)
+        outputs[name] = results[name] = new_array(shape, dtype)
     return outputs, results
 
 

@@ -1,0 +1,37 @@
+// The materialized family on the Apple GPU. No metal-cpp here: where Metal is not built,
+// no_metal.cpp stands behind the same declarations.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/problem.h"
+
+namespace forge::metal {
+
+// How this module was built: "off", "on" or "software".
+const char* build_mode();
+
+// Empty when Metal serves this process; else why it does not. The first call makes the context.
+std::string unavailable_reason();
+
+// What a call ran on and what became of its arrays: "wrapped", or "copied: <reason>".
+struct Ran {
+  std::string device;
+  std::string library;  // "metallib", or "source" with the reason why
+  std::vector<std::pair<std::string, std::string>> arrays;
+};
+
+// Each waits for the GPU. Throws std::runtime_error with Metal's own text when the device fails;
+// what the outputs hold is then undefined. `owned`: memory whose pages the device may write.
+using OwnedMemory = std::vector<MemoryBlock>;
+Ran attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays,
+                  const OwnedMemory& owned);
+Ran attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, bool accumulate,
+                  const OwnedMemory& owned);
+// One backward kernel; it adds to what its outputs hold.
+Ran run_kernel(BackwardKernel kernel, const Problem& problem, const BackwardArrays<float>& arrays,
+               const OwnedMemory& owned);
+
+}  // namespace forge::metal

@@ -1,0 +1,204 @@
+#include "metal/buffers.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "core/errors.h"
+
+namespace forge::metal {
+namespace {
+
+// Calls visit(position of element (b, t, h, 0) from element [0, 0, 0, 0], position in a compact
+// copy).
+template <typename Visit>
+void for_each_row(const DeviceArray& array, const AttnStrides& strides, Visit&& visit) {
+  Int64 compact = 0;
+  for (Int64 b = 0; b < array.B; ++b) {
+    for (Int64 t = 0; t < array.T; ++t) {
+      for (Int64 h = 0; h < array.heads; ++h, compact += array.hd) {
+        visit(b * strides.batch + t * strides.row + h * strides.head, compact);
+      }
+    }
+  }
+}
+
+AttnStrides compact_strides(const DeviceArray& array) {
+  return {array.T * array.heads * array.hd, array.heads * array.hd, array.hd, 0};
+}
+
+std::size_t row_bytes(const DeviceArray& array) {
+  return static_cast<std::size_t>(array.hd) * sizeof(float);
+}
+
+}  // namespace
+
+Buffers::Buffers(MTL::Device& device, const std::vector<MemoryBlock>& owned)
+    : device_(device), owned_(owned), page_size_(static_cast<std::size_t>(sysconf(_SC_PAGESIZE))) {}
+
+void Buffers::add(const DeviceArray& array) {
+  Placed placed;
+  placed.array = array;
+  if (array.strides != nullptr) placed.given_strides = *array.strides;
+  place(placed);
+  arrays_.push_back(placed);
+}
+
+void Buffers::add_private(BufferIndex slot, const char* name, const void* data, std::size_t bytes) {
+  const BufferPtr buffer = new_buffer(name, std::max<std::size_t>(1, bytes));
+  if (data != nullptr) std::memcpy(buffer->contents(), data, bytes);
+  private_.push_back({slot, buffer});
+}
+
+// Finds the bytes and the pages that an array touches.
+void Buffers::place(Placed& placed) const {
+  const DeviceArray& array = placed.array;
+  if (array.empty()) return;
+  Int64 lowest = 0;
+  Int64 end = array.hd;
+  const AttnStrides& strides = placed.given_strides;
+  for (const auto& [extent, stride] :
+       {std::pair{array.B, strides.batch}, {array.T, strides.row}, {array.heads, strides.head}}) {
+    const Int64 reach = (extent - 1) * stride;
+    (reach < 0 ? lowest : end) += reach;
+  }
+  placed.span = {reinterpret_cast<const char*>(array.data + lowest),
+                 reinterpret_cast<const char*>(array.data + end)};
+  const auto page_of = [&](const char* at) {
+    return at - reinterpret_cast<std::uintptr_t>(at) % page_size_;
+  };
+  placed.pages = {page_of(placed.span.begin), page_of(placed.span.end + page_size_ - 1)};
+}
+
+// A device that writes whole pages back must not meet another owner's writes on them.
+bool Buffers::may_write(const Placed& placed) const {
+  return std::any_of(owned_.begin(), owned_.end(), [&](const MemoryBlock& block) {
+    return block.begin <= placed.pages.begin && placed.pages.end <= block.end;
+  });
+}
+
+void Buffers::make() {
+  std::vector<Placed*> wrapped;
+  for (Placed& placed : arrays_) {
+    if (placed.array.empty()) continue;
+    if (placed.array.access == Access::kRead || may_write(placed)) {
+      wrapped.push_back(&placed);
+    } else {
+      stage(placed, "other memory lies on its pages");
+    }
+  }
+  std::sort(wrapped.begin(), wrapped.end(),
+            [](const Placed* a, const Placed* b) { return a->pages.begin < b->pages.begin; });
+  for (auto first = wrapped.begin(); first != wrapped.end();) {
+    const char* end = (*first)->pages.end;
+    auto last = first + 1;
+    for (; last != wrapped.end() && (*last)->pages.begin < end; ++last) {
+      end = std::max(end, (*last)->pages.end);
+    }
+    wrap_together({first, last}, {(*first)->pages.begin, end});
+    first = last;
+  }
+  for (Placed& placed : arrays_) {
+    if (placed.array.empty()) continue;
+    if (placed.array.strides != nullptr) *placed.array.strides = placed.device_strides;
+    if (placed.array.access != Access::kAddToZero) continue;
+    for_each_row(placed.array, placed.device_strides, [&](Int64 at, Int64) {
+      std::memset(placed.device_data + at, 0, row_bytes(placed.array));
+    });
+  }
+}
+
+// One buffer for arrays that share pages.
+void Buffers::wrap_together(const std::vector<Placed*>& group, const MemoryBlock& pages) const {
+  const auto bytes = static_cast<std::size_t>(pages.end - pages.begin);
+  if (bytes > device_.maxBufferLength()) {
+    throw TooLarge(std::string(group.front()->array.name) + " lies within " +
+                   std::to_string(bytes) + " bytes, the Metal device takes buffers of up to " +
+                   std::to_string(device_.maxBufferLength()));
+  }
+  const auto buffer = NS::TransferPtr(
+      device_.newBuffer(pages.begin, bytes, MTL::ResourceStorageModeShared, nullptr));
+  for (Placed* placed : group) {
+    if (!buffer) {
+      stage(*placed, "the Metal device does not wrap its pages");
+      continue;
+    }
+    placed->buffer = buffer;
+    placed->offset = static_cast<std::size_t>(placed->span.begin - pages.begin);
+    placed->device_data = placed->array.data;
+    placed->device_strides = placed->given_strides;
+    placed->device_strides.first =
+        placed->array.data - reinterpret_cast<const float*>(placed->span.begin);
+    mark(*placed);
+  }
+}
+
+void Buffers::stage(Placed& placed, const std::string& reason) const {
+  const DeviceArray& array = placed.array;
+  const auto floats = static_cast<std::size_t>(array.B * array.T * array.heads * array.hd);
+  placed.buffer = new_buffer(array.name, floats * sizeof(float));
+  placed.copied = reason;
+  placed.device_data = static_cast<float*>(placed.buffer->contents());
+  placed.device_strides = compact_strides(array);
+  mark(placed);
+  if (array.access != Access::kRead && array.access != Access::kAddToContent) return;
+  for_each_row(array, placed.given_strides, [&](Int64 at, Int64 compact) {
+    std::memcpy(placed.device_data + compact, array.data + at, row_bytes(array));
+  });
+}
+
+// Names the exact bytes of the array in its buffer, for Metal's debugging tools.
+void Buffers::mark(const Placed& placed) const {
+  const auto bytes = placed.copied.empty()
+                         ? static_cast<std::size_t>(placed.span.end - placed.span.begin)
+                         : placed.buffer->length();
+  placed.buffer->addDebugMarker(NS::String::string(placed.array.name, NS::UTF8StringEncoding),
+                                NS::Range::Make(placed.offset, bytes));
+}
+
+Buffers::BufferPtr Buffers::new_buffer(const char* name, std::size_t bytes) const {
+  if (bytes > device_.maxBufferLength()) {
+    throw TooLarge(std::string(name) + " takes a buffer of " + std::to_string(bytes) +
+                   " bytes, the Metal device takes up to " +
+                   std::to_string(device_.maxBufferLength()));
+  }
+  auto buffer = NS::TransferPtr(device_.newBuffer(bytes, MTL::ResourceStorageModeShared));
+  if (!buffer) {
+    throw TooLarge("the Metal device has no memory for a buffer of " + std::to_string(bytes) +
+                   " bytes for " + name);
+  }
+  return buffer;
+}
+
+void Buffers::bind(MTL::ComputeCommandEncoder& encoder) const {
+  for (const Private& own : private_) encoder.setBuffer(own.buffer.get(), 0, own.slot);
+  for (const Placed& placed : arrays_) {
+    // Nobody reads an array without elements, but its slot must hold something.
+    const MTL::Buffer* buffer =
+        placed.array.empty() ? private_.front().buffer.get() : placed.buffer.get();
+    encoder.setBuffer(buffer, placed.offset, placed.array.slot);
+  }
+}
+
+void Buffers::copy_back() const {
+  for (const Placed& placed : arrays_) {
+    const DeviceArray& array = placed.array;
+    if (placed.copied.empty() || array.access == Access::kRead) continue;
+    for_each_row(array, placed.given_strides, [&](Int64 at, Int64 compact) {
+      std::memcpy(array.data + at, placed.device_data + compact, row_bytes(array));
+    });
+  }
+}
+
+std::vector<std::pair<std::string, std::string>> Buffers::report() const {
+  std::vector<std::pair<std::string, std::string>> arrays;
+  for (const Placed& placed : arrays_) {
+    arrays.emplace_back(placed.array.name,
+                        placed.copied.empty() ? "wrapped" : "copied: " + placed.copied);
+  }
+  return arrays;
+}
+
+}  // namespace forge::metal

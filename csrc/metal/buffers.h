@@ -1,0 +1,87 @@
+// The arrays of one call as GPU buffers: wrapped where they lie, or staged in a copy where that
+// cannot be.
+#pragma once
+
+#include <Metal/Metal.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/problem.h"
+#include "shared/buffer_indices.h"
+
+namespace forge::metal {
+
+enum class Access {
+  kRead,
+  kWrite,         // every element is overwritten
+  kAddToZero,     // zeroed first, then added to
+  kAddToContent,  // added to
+};
+
+// One array of a call. Strides are in floats; `strides` are the kernel's own in AttnParams and are
+// set to those of the buffer, or null for a contiguous array of `hd` floats.
+struct DeviceArray {
+  BufferIndex slot;
+  const char* name;
+  Access access;
+  float* data;  // element [0, 0, 0, 0]
+  Int64 B = 1, T = 1, heads = 1, hd = 0;
+  AttnStrides* strides = nullptr;
+
+  bool empty() const { return B == 0 || T == 0 || heads == 0 || hd == 0; }
+};
+
+// Arrays on the same pages share a buffer, bound at different offsets.
+class Buffers {
+ public:
+  // Arrays may be written in place only where a block of `owned` covers every page they touch.
+  Buffers(MTL::Device& device, const std::vector<MemoryBlock>& owned);
+
+  void add(const DeviceArray& array);
+  // A buffer of its own for memory that lives as long as the call. Starts as a copy of `data`, or
+  // undefined where that is null.
+  void add_private(BufferIndex slot, const char* name, const void* data, std::size_t bytes);
+  // When all arrays are added: wraps or stages them, sets their strides, and zeroes what is to be
+  // zeroed. Throws forge::TooLarge above the device's buffer limit and where it has no memory left.
+  void make();
+
+  void bind(MTL::ComputeCommandEncoder& encoder) const;
+  // Staged outputs go back to their arrays, element by element: what lies between is not ours.
+  void copy_back() const;
+  // Name and "wrapped" or "copied: <reason>" of each array.
+  std::vector<std::pair<std::string, std::string>> report() const;
+
+ private:
+  using BufferPtr = NS::SharedPtr<MTL::Buffer>;
+  struct Placed {
+    DeviceArray array;
+    AttnStrides given_strides{};
+    MemoryBlock span{};   // the bytes from the lowest element to the end of the highest
+    MemoryBlock pages{};  // the same, in whole pages
+    BufferPtr buffer;
+    std::size_t offset = 0;
+    std::string copied;            // why; empty when wrapped
+    float* device_data = nullptr;  // element [0, 0, 0, 0] in the buffer
+    AttnStrides device_strides{};
+  };
+  struct Private {
+    BufferIndex slot;
+    BufferPtr buffer;
+  };
+
+  void place(Placed& placed) const;
+  bool may_write(const Placed& placed) const;
+  void wrap_together(const std::vector<Placed*>& group, const MemoryBlock& pages) const;
+  void stage(Placed& placed, const std::string& reason) const;
+  void mark(const Placed& placed) const;
+  BufferPtr new_buffer(const char* name, std::size_t bytes) const;
+
+  MTL::Device& device_;
+  const std::vector<MemoryBlock>& owned_;
+  std::size_t page_size_;
+  std::vector<Placed> arrays_;
+  std::vector<Private> private_;
+};
+
+}  // namespace forge::metal

@@ -1,0 +1,79 @@
+#include "metal/command_stream.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace forge::metal {
+namespace {
+
+// Metal's watchdog ends a command buffer after seconds, sooner where the GPU draws a display. One
+// thread a row reaches a few percent of a GPU's peak: at 10 GFMA/s this many take 0.4 s.
+constexpr double kMaxFmasPerCommandBuffer = 4e9;
+// The index in the grid has 32 bits.
+constexpr double kMaxRowsPerDispatch = 1u << 31;
+// What a threadgroup should be; a pipeline may allow less, and drops what is more.
+constexpr NS::UInteger kThreadsPerThreadgroup = 256;
+
+}  // namespace
+
+CommandStream::CommandStream(std::shared_ptr<Context> context, const Buffers& buffers,
+                             const AttnParams& params)
+    : context_(std::move(context)), buffers_(buffers), params_(params) {}
+
+void CommandStream::run(const Kernel& kernel) {
+  const auto pipeline = context_->pipelines().get(kernel.name, kernel.switches);
+  const double cost = std::max(1.0, kernel.fmas_per_row);
+  for (Int64 begin = 0; begin < kernel.rows;) {
+    const double fit = (kMaxFmasPerCommandBuffer - fmas_) / cost;
+    if (fit < 1 && commands_) {
+      finish();
+      continue;
+    }
+    const auto rows = static_cast<Int64>(std::clamp(fit, 1.0, kMaxRowsPerDispatch));
+    const AttnSpan span = {begin, begin + std::min(rows, kernel.rows - begin)};
+    encode(*pipeline, span);
+    fmas_ += static_cast<double>(span.end - span.begin) * cost;
+    begin = span.end;
+  }
+}
+
+void CommandStream::encode(const MTL::ComputePipelineState& pipeline, const AttnSpan& span) {
+  if (!commands_) commands_ = NS::RetainPtr(context_->queue().commandBuffer());
+  if (!commands_) throw std::runtime_error("the Metal device gives no command buffer");
+  MTL::ComputeCommandEncoder* encoder = commands_->computeCommandEncoder();
+  if (encoder == nullptr) throw std::runtime_error("the Metal device gives no command encoder");
+  encoder->setComputePipelineState(&pipeline);
+  buffers_.bind(*encoder);
+  encoder->setBytes(&params_, sizeof params_, kBufferParams);
+  encoder->setBytes(&span, sizeof span, kBufferSpan);
+  const NS::UInteger threads =
+      std::min(kThreadsPerThreadgroup, pipeline.maxTotalThreadsPerThreadgroup());
+  encoder->dispatchThreads(MTL::Size(static_cast<NS::UInteger>(span.end - span.begin), 1, 1),
+                           MTL::Size(threads, 1, 1));
+  encoder->endEncoding();
+}
+
+void CommandStream::finish() {
+  if (!commands_) return;
+  const NS::SharedPtr<MTL::CommandBuffer> commands = commands_;
+  commands_.reset();
+  fmas_ = 0;
+  commands->commit();
+  commands->waitUntilCompleted();
+  if (commands->status() != MTL::CommandBufferStatusCompleted) fail(commands->error());
+}
+
+void CommandStream::fail(const NS::Error* error) {
+  std::string text = "the Metal device failed: " + text_of(error, "it gave no reason");
+  const NS::Integer code = error == nullptr ? 0 : error->code();
+  if (code == MTL::CommandBufferErrorAccessRevoked ||
+      code == MTL::CommandBufferErrorDeviceRemoved) {
+    Context::drop(context_);
+    text += " (the device is lost; the next call starts anew)";
+  }
+  throw std::runtime_error(text);
+}
+
+}  // namespace forge::metal

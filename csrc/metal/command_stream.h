@@ -1,0 +1,41 @@
+// Kernels of one call, encoded one after another into as few command buffers as the watchdog
+// allows.
+#pragma once
+
+#include <Metal/Metal.hpp>
+#include <memory>
+
+#include "metal/buffers.h"
+#include "metal/context.h"
+
+namespace forge::metal {
+
+struct Kernel {
+  const char* name;
+  Switches switches;
+  Int64 rows;           // one thread each
+  double fmas_per_row;  // at most
+};
+
+class CommandStream {
+ public:
+  CommandStream(std::shared_ptr<Context> context, const Buffers& buffers, const AttnParams& params);
+
+  // Encodes the kernel; commits and waits in between where it is too much for one command buffer.
+  void run(const Kernel& kernel);
+  // Commits the rest and waits. Throws std::runtime_error with Metal's text for a failed command
+  // buffer.
+  void finish();
+
+ private:
+  void encode(const MTL::ComputePipelineState& pipeline, const AttnSpan& span);
+  [[noreturn]] void fail(const NS::Error* error);
+
+  std::shared_ptr<Context> context_;
+  const Buffers& buffers_;
+  const AttnParams& params_;
+  NS::SharedPtr<MTL::CommandBuffer> commands_;  // null when nothing is encoded
+  double fmas_ = 0;                             // in commands_
+};
+
+}  // namespace forge::metal

@@ -1,0 +1,44 @@
+// Compiled kernels, one for each set of function constants that was asked for.
+#pragma once
+
+#include <Metal/Metal.hpp>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "shared/function_constants.h"
+
+namespace forge::metal {
+
+// What a pipeline is compiled for. Cache key and constants both come from list(): one that is
+// missing there is missing in both.
+struct Switches {
+  bool has_softcap = false;
+  bool has_dlse = false;
+
+  template <typename Visit>
+  void list(Visit&& visit) const {
+    visit(kConstantHasSoftcap, has_softcap);
+    visit(kConstantHasDlse, has_dlse);
+  }
+};
+
+class Pipelines {
+ public:
+  using PipelinePtr = NS::SharedPtr<MTL::ComputePipelineState>;
+
+  void use(NS::SharedPtr<MTL::Device> device, NS::SharedPtr<MTL::Library> library);
+
+  // Thread-safe. Throws std::runtime_error with Metal's text where the kernel does not compile.
+  PipelinePtr get(const std::string& kernel, const Switches& switches);
+
+ private:
+  PipelinePtr make(const std::string& kernel, const Switches& switches) const;
+
+  NS::SharedPtr<MTL::Device> device_;
+  NS::SharedPtr<MTL::Library> library_;
+  std::mutex mutex_;
+  std::map<std::string, PipelinePtr> made_;
+};
+
+}  // namespace forge::metal
