@@ -42,6 +42,7 @@ py::dict build_config() {
   result["build_type"] = FORGE_BUILD_TYPE;
   result["cpu_targets"] = targets;
   result["metal"] = FORGE_METAL_MODE;
+  result["metallib"] = FORGE_METALLIB != 0;
   return result;
 }
 
