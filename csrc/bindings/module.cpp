@@ -10,7 +10,6 @@
 #include "core/errors.h"
 #include "core/thread_pool.h"
 #include "dispatch/backend.h"
-#include "dispatch/metal_backend.h"
 
 namespace py = pybind11;
 
@@ -42,7 +41,8 @@ py::dict build_config() {
 #endif
   result["build_type"] = FORGE_BUILD_TYPE;
   result["cpu_targets"] = targets;
-  result["metal"] = forge::metal_build_mode();
+  result["metal"] = FORGE_METAL_MODE;
+  result["metallib"] = FORGE_METALLIB != 0;
   return result;
 }
 

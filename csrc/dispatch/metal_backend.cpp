@@ -60,6 +60,4 @@ const Backend& metal_backend() {
   return backend;
 }
 
-const char* metal_build_mode() { return metal::build_mode(); }
-
 }  // namespace forge

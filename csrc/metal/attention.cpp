@@ -116,8 +116,6 @@ void add_dkv(Call& call, Access access, const BackwardArrays<float>& arrays) {
 
 }  // namespace
 
-const char* build_mode() { return FORGE_METAL_MODE; }
-
 std::string unavailable_reason() {
   try {
     Context::current();

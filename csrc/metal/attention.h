@@ -10,9 +10,6 @@
 
 namespace forge::metal {
 
-// How this module was built: "off", "on" or "software".
-const char* build_mode();
-
 // Empty when Metal serves this process; else why it does not. The first call makes the context.
 std::string unavailable_reason();
 

@@ -10,8 +10,6 @@ namespace {
 
 }  // namespace
 
-const char* build_mode() { return "off"; }
-
 std::string unavailable_reason() { return "this build of forge has no Metal backend"; }
 
 Ran attention_fwd(const Problem&, const ForwardArrays<float>&, const OwnedMemory&) { refuse(); }
