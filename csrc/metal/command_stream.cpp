@@ -33,7 +33,7 @@ void CommandStream::run(const Kernel& kernel) {
     }
     const auto rows = static_cast<Int64>(std::clamp(fit, 1.0, kMaxRowsPerDispatch));
     const AttnSpan span = {begin, begin + std::min(rows, kernel.rows - begin)};
-    encode(*pipeline, span);
+    encode(*pipeline.get(), span);
     fmas_ += static_cast<double>(span.end - span.begin) * cost;
     begin = span.end;
   }

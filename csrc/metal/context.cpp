@@ -107,7 +107,7 @@ Context::Context() : device_(NS::TransferPtr(MTL::CreateSystemDefaultDevice())) 
   queue_ = NS::TransferPtr(device_->newCommandQueue());
   if (!queue_) throw std::runtime_error("the Metal device gives no command queue");
   if (device_->name() != nullptr) device_name_ = device_->name()->utf8String();
-  pipelines_.use(device_, load_library(*device_, library_origin_));
+  pipelines_.use(device_, load_library(*device_.get(), library_origin_));
 }
 
 std::shared_ptr<Context> Context::current() {

@@ -33,8 +33,8 @@ class Context {
   // The next call of current() makes a new one. Calls that still hold this one end on it.
   static void drop(const std::shared_ptr<Context>& lost);
 
-  MTL::Device& device() const { return *device_; }
-  MTL::CommandQueue& queue() const { return *queue_; }
+  MTL::Device& device() const { return *device_.get(); }
+  MTL::CommandQueue& queue() const { return *queue_.get(); }
   Pipelines& pipelines() { return pipelines_; }
   const std::string& device_name() const { return device_name_; }
   // "metallib", or "source" with the reason why.
