@@ -1,10 +1,12 @@
 """Fixtures: every test that takes `backend` or `kernel` runs on all that this machine has."""
 
+import functools
 import os
 
 import forge
 import numpy as np
 import pytest
+import softmetal
 from hypothesis import HealthCheck, settings
 
 KERNELS = ("materialized", "fused")
@@ -40,6 +42,23 @@ def chosen_backends():
     return names
 
 
+@functools.cache
+def why_not_served(backend, kernel):
+    """Empty when the backend has that kernel family at all."""
+    x = np.zeros((1, 1, 1, 1), np.float32)
+    try:
+        forge.attention(x, x, x, backend=backend, kernel=kernel)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def skip_unless_served(backend, kernel):
+    reason = why_not_served(backend, kernel)
+    if reason:
+        pytest.skip(reason)
+
+
 @pytest.fixture(params=chosen_backends())
 def backend(request):
     return request.param
@@ -47,7 +66,33 @@ def backend(request):
 
 @pytest.fixture(params=KERNELS)
 def kernel(request):
+    if "backend" in request.fixturenames:
+        skip_unless_served(request.getfixturevalue("backend"), request.param)
     return request.param
+
+
+@pytest.fixture(params=chosen_backends())
+def fused_backend(request):
+    """For calls with the default kernel."""
+    skip_unless_served(request.param, "fused")
+    return request.param
+
+
+@pytest.fixture
+def metal():
+    if "metal" not in chosen_backends():
+        pytest.skip("the Metal backend is not chosen or not there")
+    return "metal"
+
+
+@pytest.fixture
+def software(metal):
+    """The software Metal device under the backend, to count and to make fail."""
+    if forge.build_config()["metal"] != "software":
+        pytest.skip("this build drives a real GPU, which cannot be told to fail")
+    softmetal.reset()
+    yield softmetal
+    softmetal.reset()
 
 
 @pytest.fixture

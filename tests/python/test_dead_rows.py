@@ -193,7 +193,7 @@ def test_no_numpy_warning_on_dead_rows(backend, kernel):
 @pytest.mark.parametrize("Tq", [1, 3, 40])
 @pytest.mark.parametrize("offset", [-(2**63), -(2**63) + 3, 2**63 - 1, 2**63 - 4])
 @pytest.mark.parametrize("key_start", [0, 5, 299])
-def test_offsets_at_the_ends_of_int64(Tq, offset, key_start, backend):
+def test_offsets_at_the_ends_of_int64(Tq, offset, key_start, fused_backend):
     """Both kernels agree where positions lie so far out that sums with them would overflow."""
     q, k = np.ones((1, Tq, 2, 8), np.float32), np.ones((1, 300, 1, 8), np.float32)
     for options in (
@@ -211,7 +211,7 @@ def test_offsets_at_the_ends_of_int64(Tq, offset, key_start, backend):
                 query_offset=offset,
                 key_start=key_start,
                 kernel=kernel,
-                backend=backend,
+                backend=fused_backend,
                 **options,
             )
             results.append((out, saved.lse, *forge.attention_backward(out, saved)))

@@ -60,9 +60,9 @@ def test_passed_over_backends_are_told(cpu, rng, monkeypatch):
     assert last["passed_over"]["metal"]
 
 
-def test_a_named_backend_passes_over_nobody(backend, rng):
+def test_a_named_backend_passes_over_nobody(fused_backend, rng):
     q, k, v, _ = random_inputs(rng)
-    forge.attention(q, k, v, backend=backend)
+    forge.attention(q, k, v, backend=fused_backend)
     assert forge.last_run()["passed_over"] == {}
 
 
@@ -197,8 +197,8 @@ def test_a_wrong_number_of_threads_in_the_environment(text):
     assert re.search(rf"ValueError: FORGE_NUM_THREADS .*{re.escape(text)}", done.stderr)
 
 
-def test_the_environment_names_the_backend(backend):
-    assert last_run_with(FORGE_BACKEND=backend)[0]["backend"] == backend
+def test_the_environment_names_the_backend(fused_backend):
+    assert last_run_with(FORGE_BACKEND=fused_backend)[0]["backend"] == fused_backend
 
 
 @pytest.mark.parametrize("text", ["cuda", "CPU"])

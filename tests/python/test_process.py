@@ -35,8 +35,8 @@ def prepare(rng, backend):
     return jobs
 
 
-def test_calls_from_many_threads_give_the_same_bits(backend, rng):
-    jobs = prepare(rng, backend)
+def test_calls_from_many_threads_give_the_same_bits(fused_backend, rng):
+    jobs = prepare(rng, fused_backend)
     failures = []
     start = threading.Barrier(8)
 
@@ -196,7 +196,7 @@ assert codes == [0] * 10, codes
     )
 
 
-def test_first_calls_from_eight_threads_at_once(backend):
+def test_first_calls_from_eight_threads_at_once(fused_backend):
     run_script(
         SMALL_CALL
         + """
@@ -212,7 +212,7 @@ assert len(results) == 8
 assert all(same(result, results[0]) for result in results)
 assert same(call(), results[0])
 """,
-        FORGE_BACKEND=backend,
+        FORGE_BACKEND=fused_backend,
     )
 
 
@@ -222,7 +222,7 @@ def test_the_interpreter_ends_while_threads_of_the_pool_wait(cpu):
     assert done.stderr == ""
 
 
-def test_import_and_calls_leave_the_floating_point_mode_alone(backend):
+def test_import_and_calls_leave_the_floating_point_mode_alone(fused_backend):
     """Linking with fast-math would flush denormals to zero in the whole process."""
     run_script(
         SMALL_CALL
@@ -247,7 +247,7 @@ check()
 call()
 check()
 """,
-        FORGE_BACKEND=backend,
+        FORGE_BACKEND=fused_backend,
     )
 
 

@@ -29,10 +29,10 @@ def test_any_number_of_threads_gives_the_same_bits(shape, backend, kernel, rng, 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_fifty_runs_give_the_same_bits(shape, backend, rng, restore_threads):
+def test_fifty_runs_give_the_same_bits(shape, fused_backend, rng, restore_threads):
     """Three threads on fewer CPUs take turns in ever new orders."""
     arrays = inputs(rng, shape)
     forge.set_num_threads(3)
-    first = run(*arrays, backend=backend, kernel="fused", **OPTIONS)
+    first = run(*arrays, backend=fused_backend, kernel="fused", **OPTIONS)
     for _ in range(49):
-        assert_same_bits(run(*arrays, backend=backend, kernel="fused", **OPTIONS), first)
+        assert_same_bits(run(*arrays, backend=fused_backend, kernel="fused", **OPTIONS), first)

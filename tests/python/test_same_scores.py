@@ -16,7 +16,7 @@ LENGTHS = [(200, 200), (67, 131), (3, 2500), (1, 700), (130, 70)]
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("hd", [5, 64, 96, 130])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_every_score_is_the_same_float(lengths, hd, softcap, backend, rng):
+def test_every_score_is_the_same_float(lengths, hd, softcap, fused_backend, rng):
     Tq, Tk = lengths
     q, dout = rng.standard_normal((2, 1, Tq, 2, hd)).astype(np.float32)
     k, v = rng.standard_normal((2, 1, Tk, 2, hd)).astype(np.float32)
@@ -32,7 +32,7 @@ def test_every_score_is_the_same_float(lengths, hd, softcap, backend, rng):
                 scale=scale,
                 softcap=softcap,
                 kernel="fused",
-                backend=backend,
+                backend=fused_backend,
             )
             _, _, dv = forge.attention_backward(dout, saved)
             np.testing.assert_array_equal(saved.row_sum[:, :, seen], 1)

@@ -1,0 +1,34 @@
+"""The software Metal device inside the module: told to fail, and asked what it did.
+
+The names are listed in tests/softmetal; every one is a number.
+"""
+
+import ctypes
+import functools
+
+import forge
+
+
+@functools.cache
+def _library():
+    library = ctypes.CDLL(forge._forge.__file__)
+    library.softmetal_set.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+    library.softmetal_set.restype = ctypes.c_int
+    library.softmetal_get.argtypes = [ctypes.c_char_p]
+    library.softmetal_get.restype = ctypes.c_int64
+    return library
+
+
+def set(name, value=1):
+    assert _library().softmetal_set(name.encode(), value) == 0, name
+
+
+def get(name):
+    value = _library().softmetal_get(name.encode())
+    assert value >= 0, name
+    return value
+
+
+def reset():
+    """Ends every fault and sets the counters to zero."""
+    _library().softmetal_reset()

@@ -1,0 +1,212 @@
+"""The Metal backend in a process with others: long grids, threads, fork, its library, leaks."""
+
+import ctypes
+import shutil
+import threading
+from pathlib import Path
+
+import forge
+import numpy as np
+import pytest
+from calls import same_bits
+from oracle import random_inputs
+from scripts import run_script
+
+pytestmark = pytest.mark.usefixtures("metal")
+
+FMAS_PER_COMMAND_BUFFER = 4e9
+
+
+def attend(q, k, v, **options):
+    return forge.attention(q, k, v, backend="metal", kernel="materialized", **options)
+
+
+def backward(q, k, v, dout, **options):
+    _, saved = forge.attention_forward(q, k, v, backend="metal", kernel="materialized", **options)
+    return forge.attention_backward(dout, saved)
+
+
+def long_problem(rng, Tq, Tk, hd):
+    """Much work by its sizes, little in truth: two keys are seen, and all keys are one row."""
+    q = rng.standard_normal((1, Tq, 1, hd)).astype(np.float32)
+    row = rng.standard_normal((1, 1, 1, hd)).astype(np.float32)
+    return q, np.broadcast_to(row, (1, Tk, 1, hd)), {"key_end": 2}
+
+
+def test_a_long_grid_is_split_below_the_watchdog_limit(software, rng):
+    Tq, Tk, hd = 60, 1000, 1 << 16
+    q, k, options = long_problem(rng, Tq, Tk, hd)
+    got = attend(q, k, k, **options)
+    fmas = 2.0 * Tq * Tk * hd
+    assert software.get("command_buffers") >= fmas / FMAS_PER_COMMAND_BUFFER
+    most = software.get("most_threads_per_command_buffer")
+    assert most * 2.0 * Tk * hd <= FMAS_PER_COMMAND_BUFFER
+    assert software.get("threads") == Tq
+    want = forge.attention(q, k, k, backend="cpu", kernel="materialized", **options)
+    same_bits(got, want)
+
+
+def test_a_short_call_is_one_command_buffer(software, rng):
+    q, k, v, dout = random_inputs(rng)
+    _, saved = forge.attention_forward(q, k, v, backend="metal", kernel="materialized")
+    assert (software.get("command_buffers"), software.get("dispatches")) == (1, 1)
+    software.reset()
+    forge.attention_backward(dout, saved)
+    assert (software.get("command_buffers"), software.get("dispatches")) == (1, 3)
+
+
+@pytest.mark.parametrize("limit", [1, 32, 96, 1000])
+def test_threadgroups_stay_within_the_limit_of_the_pipeline(software, limit, rng):
+    arrays = random_inputs(rng, B=2, Tq=150, H=4, Hkv=2, hd=3)
+    software.set("max_threads", limit)
+    got = backward(*arrays)
+    software.reset()
+    for a, b in zip(got, backward(*arrays), strict=True):
+        same_bits(a, b)
+
+
+def test_nothing_is_left_behind(software, rng):
+    arrays = random_inputs(rng, Tq=9)
+    backward(*arrays)  # the context and its pipelines stay
+    before = software.get("live_objects")
+    for _ in range(10):
+        backward(*arrays)
+    assert software.get("live_objects") == before
+    assert software.get("autoreleased_without_pool") == 0
+
+
+def test_calls_from_a_thread_without_a_pool_leave_nothing_behind(software, rng):
+    arrays = random_inputs(rng, Tq=9)
+    backward(*arrays)
+    before = software.get("live_objects")
+    threads = [threading.Thread(target=backward, args=arrays) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert software.get("live_objects") == before
+    assert software.get("autoreleased_without_pool") == 0
+
+
+def test_every_option_pair_has_a_pipeline_of_its_own(rng):
+    """A cache that forgot a constant would serve the first pipeline to all."""
+    q, k, v, dout = random_inputs(rng, Tq=6, hd=3)
+    dlse = rng.standard_normal((1, 2, 6)).astype(np.float32)
+    for _ in range(2):
+        for softcap in (None, 1.0):
+            for d in (None, dlse):
+                results = []
+                for backend in ("metal", "cpu"):
+                    _, saved = forge.attention_forward(
+                        q, k, v, softcap=softcap, backend=backend, kernel="materialized"
+                    )
+                    results.append(forge.attention_backward(dout, saved, dlse=d))
+                for a, b in zip(*results, strict=True):
+                    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_interpreter_is_free_while_the_gpu_works(rng):
+    q, k, v, _ = random_inputs(rng, Tq=700, H=2, hd=16)
+    turns, finished = 0, threading.Event()
+    thread = threading.Thread(target=lambda: (attend(q, k, v), finished.set()))
+    thread.start()
+    while not finished.is_set():
+        turns += 1
+    thread.join()
+    assert turns > 1000
+
+
+FORKED = """
+import signal
+import forge
+x = np.ones((1, 2, 1, 4), np.float32)
+def call(backend):
+    return forge.attention(x, x, x, backend=backend, kernel="materialized")
+call("metal")
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    state = forge.backends()["metal"]
+    assert not state["ok"] and "forked" in state["reason"], state
+    try:
+        call("metal")
+    except ValueError as error:
+        assert "spawn" in str(error), error
+    else:
+        os._exit(4)
+    assert (call(None) == 1).all()
+    last = forge.last_run()
+    os._exit(0 if last["backend"] == "cpu" and "forked" in last["passed_over"]["metal"] else 5)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert (call("metal") == 1).all()
+"""
+
+
+def test_a_forked_child_gets_an_error_and_the_cpu():
+    run_script(FORKED)
+
+
+def test_a_child_forked_before_the_first_use_works():
+    run_script(
+        FORKED.replace('call("metal")\npid', "pid").replace(
+            'state = forge.backends()["metal"]', 'os._exit(0 if (call("metal") == 1).all() else 3)'
+        )
+    )
+
+
+ONE_CALL = """
+import forge
+x = np.ones((1, 2, 1, 4), np.float32)
+forge.attention(x, x, x, backend="metal", kernel="materialized")
+print(forge.last_run()["library"])
+"""
+
+
+def package_with(metallib, folder):
+    """A copy of the installed package with that metallib beside the module; its PYTHONPATH."""
+    package = Path(forge.__file__).parent
+    shutil.copytree(package, folder / "forge", ignore=shutil.ignore_patterns("forge.metallib"))
+    if metallib is not None:
+        (folder / "forge" / "forge.metallib").write_bytes(metallib)
+    return str(folder)
+
+
+def software_metallib():
+    """The file that the software device takes for a compiled library of these shaders."""
+    library = ctypes.CDLL(forge._forge.__file__)
+    library.softmetal_metallib.restype = ctypes.c_char_p
+    return library.softmetal_metallib()
+
+
+def test_a_metallib_beside_the_module_is_loaded(software, tmp_path):
+    path = package_with(software_metallib(), tmp_path)
+    assert run_script(ONE_CALL, PYTHONPATH=path).stdout == "metallib\n"
+
+
+def test_a_metallib_that_does_not_load_gives_way_to_the_source(software, tmp_path):
+    path = package_with(b"not a metallib", tmp_path)
+    said = run_script(ONE_CALL, PYTHONPATH=path).stdout
+    assert said.startswith("source: the metallib does not load: ")
+
+
+def test_without_a_metallib_the_source_is_compiled(software, tmp_path):
+    path = package_with(None, tmp_path)
+    assert run_script(ONE_CALL, PYTHONPATH=path).stdout == "source: no metallib was built\n"
+
+
+def test_a_process_without_a_device_says_so_and_computes_on_the_cpu(software):
+    run_script("""
+    import softmetal
+    softmetal.set("fault_no_device")
+    import forge
+    assert forge.backends()["metal"] == {"ok": False, "reason": "this machine has no Metal device"}
+    x = np.ones((1, 2, 1, 4), np.float32)
+    forge.attention(x, x, x, kernel="materialized")
+    assert forge.last_run()["backend"] == "cpu"
+    try:
+        forge.attention(x, x, x, kernel="materialized", backend="metal")
+    except ValueError as error:
+        assert "no Metal device" in str(error)
+    else:
+        sys.exit(3)
+    """, PYTHONPATH=str(Path(__file__).parent))  # fmt: skip
