@@ -1,0 +1,248 @@
+"""The command line: ``python -m forge info`` and ``python -m forge check``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import forge
+from forge import _check, _forge
+
+_CHECK_HELP = """\
+Run forge's kernels, forward and backward, on this machine: every backend that is usable here (the
+CPU with each of its instruction sets), every kernel family, one problem for each option and for odd
+sizes. Results are held against a float64 evaluation in plain NumPy; the materialized kernels also
+against the CPU's, bit for bit. Takes well under a minute. The output is Markdown, made to be pasted
+into a bug report."""
+
+
+def machine() -> dict[str, Any]:
+    """Say what a bug report must: versions, system, processor, how forge was built, variables."""
+    return {
+        "forge": forge.__version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "numpy": np.__version__,
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "build": forge.build_config(),
+        "backends": forge.backends(),
+        "threads": _forge.num_threads(),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("FORGE_")},
+    }
+
+
+def _processor() -> str:
+    try:
+        if sys.platform == "darwin":
+            command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=10
+            ).stdout.strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return platform.processor() or "unknown"
+
+
+def _info_markdown(about: dict[str, Any]) -> str:
+    lines = [f"- {name}: {about[name]}" for name in ("forge", "python", "numpy", "system")]
+    lines.append(
+        f"- processor: {about['processor']} ({about['machine']}), {about['threads']} threads"
+    )
+    lines.append(f"- build: {_pairs(about['build'])}")
+    for name, state in about["backends"].items():
+        lines.append(
+            f"- backend {name}: " + ("usable" if state["ok"] else f"no, {state['reason']}")
+        )
+    lines.append(f"- environment: {_pairs(about['environment']) or 'no FORGE_ variable set'}")
+    return "\n".join(lines)
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_plain(value)}" for name, value in values.items())
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return f"({_pairs(value)})" if value else "none"
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    rule = ["---"] * len(header)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [list(header), rule, *cells])
+
+
+def _row(outcome: _check.Outcome, names: Sequence[str]) -> list[str]:
+    message = outcome.fault or outcome.refused
+    if message:
+        verdict = "**error**" if outcome.fault else "not served"
+        return [*([""] * len(names)), "", f"{verdict}: {message}"]
+    cells = []
+    for name in names:
+        error, bound = outcome.errors.get(name, (math.nan, math.nan))
+        cells.append(f"{error:.1e} / {bound:.1e}" if name in outcome.errors else "")
+    failed = [name for name, (error, bound) in outcome.errors.items() if not error <= bound]
+    faults = [f"{name} beyond its bound" for name in failed]
+    if outcome.same_bits is False:
+        faults.append("other bits")
+    result = "ok" if outcome.ok else f"**FAILED**: {', '.join(faults)}"
+    return [*cells, "yes" if outcome.same_bits else "**no**", result]
+
+
+def _section(report: _check.Report, device: str, kernel: str) -> str:
+    """Return the table of one device and kernel family."""
+    single = kernel == "single kernels"
+    found = [
+        outcome
+        for outcome in report.outcomes
+        if outcome.device == device
+        and (outcome.kernel not in _check.KERNELS if single else outcome.kernel == kernel)
+    ]
+    if found and all(outcome.refused == found[0].refused != "" for outcome in found):
+        return f"## {device}, {kernel}\n\nnot served: {found[0].refused}"
+    names = list(dict.fromkeys(name for outcome in found for name in outcome.errors))
+    lines = [f"## {device}, {kernel}"]
+    run = report.runs.get((device, kernel))
+    if run is not None:
+        lines.append(f"last_run: {_pairs(run)}")
+    bits = "repeats" if kernel == "fused" else f"bits of {report.reference}"
+    first = ["kernel", "problem"] if single else ["problem"]
+    rows = [
+        [*([outcome.kernel] if single else []), outcome.problem, *_row(outcome, names)]
+        for outcome in found
+    ]
+    lines.append(_table([*first, *names, bits, "result"], rows))
+    return "\n\n".join(lines)
+
+
+def _check_markdown(about: dict[str, Any], report: _check.Report) -> str:
+    parts = ["# forge check", _info_markdown(about)]
+    if report.outcomes:
+        parts.append(
+            "Cells: largest error against float64 / bound it is held to. fused: 2x (gradients 3x) "
+            "the error of plain float32 NumPy, plus 4 * 2^-24 of the largest sum of terms; "
+            "materialized: double that."
+        )
+    for device in dict.fromkeys(outcome.device for outcome in report.outcomes):
+        for kernel in (*_check.KERNELS, "single kernels"):
+            parts.append(_section(report, device, kernel))
+    parts.append(f"**{report.verdict}**")
+    return "\n\n".join(parts)
+
+
+def _check_json(about: dict[str, Any], report: _check.Report) -> dict[str, Any]:
+    def number(x: float) -> float | None:
+        return x if math.isfinite(x) else None  # JSON has no infinity
+
+    return {
+        **about,
+        "ok": report.ok,
+        "verdict": report.verdict,
+        "reference": report.reference,
+        "runs": [
+            {"device": device, "family": family, "last_run": run}
+            for (device, family), run in report.runs.items()
+        ],
+        "checks": [
+            {
+                "device": outcome.device,
+                "kernel": outcome.kernel,
+                "problem": outcome.problem,
+                "ok": outcome.ok,
+                "errors": {
+                    name: {"error": number(error), "bound": number(bound)}
+                    for name, (error, bound) in outcome.errors.items()
+                },
+                "same_bits": outcome.same_bits,
+                "refused": outcome.refused or None,
+                "fault": outcome.fault or None,
+            }
+            for outcome in report.outcomes
+        ],
+    }
+
+
+@contextlib.contextmanager
+def _progress(steps: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on standard error where tqdm is installed and somebody looks."""
+    try:
+        tqdm: Any = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        yield lambda: None
+        return
+    with tqdm(total=steps, file=sys.stderr, disable=None, leave=False, desc="check") as bar:
+        yield lambda: bar.update()
+
+
+def _run_info(arguments: argparse.Namespace) -> int:
+    about = machine()
+    print(json.dumps(about, indent=2) if arguments.json else _info_markdown(about))
+    return 0
+
+
+def _run_check(arguments: argparse.Namespace) -> int:
+    about = machine()
+    report = _check.run(arguments.backend, _progress)
+    if arguments.json:
+        print(json.dumps(_check_json(about, report), indent=2))
+    else:
+        print(_check_markdown(about, report))
+    return 0 if report.ok else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m forge",
+        description="Exact attention for NumPy arrays: what is here, and does it compute right?",
+        epilog="Exit status: 0 all is well, 1 a check failed, 2 a wrong command line.",
+    )
+    parser.add_argument("--version", action="version", version=f"forge {forge.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    as_json = {"action": "store_true", "help": "print one JSON object instead of Markdown"}
+
+    info = commands.add_parser(
+        "info",
+        help="versions, backends and why one does not serve, CPU targets, build",
+        description="Print versions, backends (where one does not serve, why), CPU targets and how "
+        "forge was built.",
+    )
+    info.add_argument("--json", **as_json)  # type: ignore[arg-type]
+    info.set_defaults(run=_run_info)
+
+    check = commands.add_parser(
+        "check",
+        help="run the kernels on this machine and compare with float64",
+        description=_CHECK_HELP,
+        epilog="Exit status: 0 every result within its bound, 1 not, or the named backend is not "
+        "usable, 2 a wrong command line.",
+    )
+    check.add_argument("--backend", choices=list(forge.backends()), help="check this backend only")
+    check.add_argument("--json", **as_json)  # type: ignore[arg-type]
+    check.set_defaults(run=_run_check)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    arguments = _parser().parse_args(argv)
+    status: int = arguments.run(arguments)
+    return status

@@ -1,0 +1,207 @@
+"""Attention in plain NumPy, a head at a time, and the error that each kernel family may have.
+
+What ``python -m forge check`` holds the kernels against. Written from the formulas; it shares no
+code with the compiled module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from forge._arrays import Array
+
+UNIT = 2.0**-24  # half an ulp of float32, relative
+GRADIENTS = ("dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One problem: float32 arrays ``[B, T, heads, hd]`` (dlse ``[B, H, Tq]``) and the options."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    dlse: Array | None
+    options: Mapping[str, Any]
+
+
+def visible(inputs: Inputs) -> Array:
+    """Return which keys each query sees: bool ``[B, Tq, Tk]``."""
+    B, Tq = inputs.q.shape[:2]
+    Tk = inputs.k.shape[1]
+    options = inputs.options
+    window = options.get("window")
+    left, right = window if isinstance(window, tuple) else ((window or 0) - 1, -1)
+
+    def each(name: str, default: int) -> Array:
+        value = options.get(name)
+        return np.broadcast_to(np.asarray(default if value is None else value), (B,))
+
+    key = np.arange(Tk)
+    pos = np.arange(Tq)[:, None] + each("query_offset", Tk - Tq)[:, None, None]
+    seen: Array = (key >= each("key_start", 0)[:, None, None]) & (
+        key < each("key_end", Tk)[:, None, None]
+    )
+    seen = seen & np.ones((Tq, 1), bool)
+    if left >= 0:
+        seen &= key >= pos - left
+    if right >= 0:
+        seen &= key <= pos + right
+    if options.get("causal"):
+        seen &= key <= pos
+    return seen
+
+
+@dataclass(frozen=True)
+class _Head:
+    """One query head, with its key/value head, in one dtype: ``[T, hd]``, mask ``[Tq, Tk]``."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    dlse: Array
+    seen: Array
+    scale: Any
+    softcap: Any
+
+    @property
+    def live(self) -> Array:
+        return np.asarray(self.seen.any(1))
+
+    @cached_property
+    def capped(self) -> Array:
+        """``tanh(x / softcap)``."""
+        return np.asarray(np.tanh(self.q @ self.k.T * self.scale / self.softcap))
+
+    @cached_property
+    def scores(self) -> Array:
+        s = self.softcap * self.capped if self.softcap else self.q @ self.k.T * self.scale
+        return np.asarray(np.where(self.seen, s, self.q.dtype.type(-np.inf)))
+
+    def solve(self) -> dict[str, Array]:
+        zero, one = self.q.dtype.type(0), self.q.dtype.type(1)
+        m = self.scores.max(1, initial=-np.inf)
+        e = np.exp(self.scores - np.where(self.live, m, zero)[:, None])
+        total = np.where(self.live, e.sum(1), one)
+        p = e / total[:, None]
+        out = p @ self.v
+        d_row = (self.dout * out).sum(1) - self.dlse
+        ds = p * (self.dout @ self.v.T - d_row[:, None])
+        if self.softcap:
+            ds = ds * (one - self.capped * self.capped)
+        ds = ds * self.scale
+        lse = np.where(self.live, m + np.log(total), self.q.dtype.type(-np.inf))
+        return {
+            "p": p,
+            "out": out,
+            "lse": lse,
+            "d_row": d_row,
+            "dq": ds @ self.k,
+            "dk": ds.T @ self.q,
+            "dv": p.T @ self.dout,
+        }
+
+    def term_sums(self, p: Array) -> dict[str, Array]:
+        """Return the sums of the sizes of the terms that make each result."""
+        q, k, v, dout = (np.abs(x) for x in (self.q, self.k, self.v, self.dout))
+        out = p @ v
+        d_row = (dout * out).sum(1) + np.abs(self.dlse)
+        ds = abs(self.scale) * p * (dout @ v.T + d_row[:, None])
+        largest = np.where(self.seen, np.abs(self.scores), 0).max(1, initial=0)
+        return {
+            "p": p,
+            "out": out,
+            "lse": 1 + largest,
+            "d_row": d_row,
+            "dq": ds @ k,
+            "dk": ds.T @ q,
+            "dv": p.T @ dout,
+        }
+
+
+class Answer:
+    """The float64 answer to a problem, and how far from it each family may end."""
+
+    def __init__(self, inputs: Inputs):
+        self.inputs = inputs
+        self.seen = visible(inputs)
+        exact = self._heads(np.float64)
+        solved = [[head.solve() for head in row] for row in exact]
+        self.results = self._gather(solved)
+        plain = self._gather([[head.solve() for head in row] for row in self._heads(np.float32)])
+        self._plain_errors = {name: self.error(name, plain[name]) for name in plain}
+        self._sums = self._gather(
+            [
+                [head.term_sums(result["p"]) for head, result in zip(*rows, strict=True)]
+                for rows in zip(exact, solved, strict=True)
+            ]
+        )
+
+    def error(self, name: str, got: Array) -> float:
+        """Return the largest ``|got - want|``; NaN or infinity in a wrong place is infinite."""
+        want = self.results[name]
+        got = np.asarray(got, np.float64).reshape(want.shape)
+        finite = np.isfinite(want)
+        if not np.isfinite(got[finite]).all() or not (got[~finite] == want[~finite]).all():
+            return float("inf")
+        return float(np.abs(got[finite] - want[finite]).max(initial=0))
+
+    def bound(self, name: str, kernel: str) -> float:
+        """Return the largest error that the kernel family may have in a result.
+
+        Fused: twice (gradients: three times) that of plain float32 NumPy, plus ``4 * UNIT`` of the
+        largest sum of terms. Materialized, which adds up one term after the other: double that.
+        """
+        factor = 3 if name in GRADIENTS else 2
+        sums = float(self._sums[name].max(initial=0))
+        bound = factor * self._plain_errors[name] + 4 * UNIT * sums
+        return 2 * bound if kernel == "materialized" else bound
+
+    def _heads(self, dtype: type[np.floating[Any]]) -> list[list[_Head]]:
+        """Cut the problem into ``[B][H]`` heads.
+
+        What nobody sees is zeroed, so that a NaN there does not come in as 0 * NaN.
+        """
+        given, options = self.inputs, self.inputs.options
+        B, Tq, H, hd = given.q.shape
+        rep = H // given.k.shape[2]
+        dlse = np.zeros((B, H, Tq)) if given.dlse is None else given.dlse
+        scale = options.get("scale")
+        rows: list[list[_Head]] = []
+        for b in range(B):
+            seen = self.seen[b]
+            key, live = seen.any(0)[:, None], seen.any(1)
+            rows.append(
+                [
+                    _Head(
+                        q=np.where(live[:, None], given.q[b, :, h], 0).astype(dtype),
+                        k=np.where(key, given.k[b, :, h // rep], 0).astype(dtype),
+                        v=np.where(key, given.v[b, :, h // rep], 0).astype(dtype),
+                        dout=np.where(live[:, None], given.dout[b, :, h], 0).astype(dtype),
+                        dlse=np.where(live, dlse[b, h], 0).astype(dtype),
+                        seen=seen,
+                        scale=dtype(hd**-0.5 if scale is None else scale),
+                        softcap=dtype(options.get("softcap") or 0),
+                    )
+                    for h in range(H)
+                ]
+            )
+        return rows
+
+    def _gather(self, solved: list[list[dict[str, Array]]]) -> dict[str, Array]:
+        """Put the heads together again; dk and dv are summed over each group of query heads."""
+        H, Hkv = self.inputs.q.shape[2], self.inputs.k.shape[2]
+        together: dict[str, Array] = {}
+        for name in solved[0][0]:
+            x = np.array([[head[name] for head in row] for row in solved])
+            if name in ("dk", "dv"):
+                x = x.reshape(x.shape[0], Hkv, H // Hkv, *x.shape[2:]).sum(2)
+            together[name] = x.swapaxes(1, 2) if name in ("out", *GRADIENTS) else x
+        return together

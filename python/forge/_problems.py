@@ -1,0 +1,135 @@
+"""The problems of ``python -m forge check``: each option alone, odd sizes, and all together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from forge._arrays import Array
+from forge._plain import Inputs, visible
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes, options, and how the arrays lie in memory."""
+
+    name: str
+    B: int = 2
+    Tq: int = 67
+    Tk: int = 67
+    H: int = 4
+    Hkv: int = 4
+    hd: int = 32
+    options: Mapping[str, Any] = field(default_factory=dict)
+    layout: str = "contiguous"
+    """``"packed"``: q, k, v sliced from one array; ``"strided"``: heads before rows, rows from last
+    to first; ``"flat"``: 3-D, heads side by side."""
+    spread: float = 1.0
+    """What q is multiplied by."""
+    dlse: bool = False
+    hidden_nan: bool = False
+    """Keys that nobody sees, and queries that see none, hold NaN: it may reach nothing."""
+
+    @property
+    def call_options(self) -> dict[str, Any]:
+        """Return the options as forge.attention takes them."""
+        heads = {"num_heads": self.H, "num_kv_heads": self.Hkv} if self.layout == "flat" else {}
+        return {**self.options, **heads}
+
+    def inputs(self) -> Inputs:
+        """Return the arrays, the same ones each time; 4-D whatever the layout."""
+        rng = np.random.default_rng([ord(letter) for letter in self.name])
+
+        def normal(*shape: int) -> Array:
+            return rng.standard_normal(shape, dtype=np.float32)
+
+        q, dout = normal(2, self.B, self.Tq, self.H, self.hd)
+        k, v = normal(2, self.B, self.Tk, self.Hkv, self.hd)
+        q *= np.float32(self.spread)
+        dlse = normal(self.B, self.H, self.Tq) if self.dlse else None
+        if self.hidden_nan:
+            seen = visible(Inputs(q, k, v, dout, dlse, self.options))
+            q[~seen.any(2)] = dout[~seen.any(2)] = np.nan
+            k[~seen.any(1)] = v[~seen.any(1)] = np.nan
+        q, k, v = self._laid_out(q, k, v)
+        return Inputs(q, k, v, dout, dlse, self.options)
+
+    def _laid_out(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        if self.layout == "packed":
+            packed = np.concatenate([q, k, v], axis=2)
+            q, k, v = np.split(packed, (self.H, self.H + self.Hkv), axis=2)
+        elif self.layout == "strided":
+            backwards = (np.ascontiguousarray(x.swapaxes(1, 2)[:, :, ::-1]) for x in (q, k, v))
+            q, k, v = (x[:, :, ::-1].swapaxes(1, 2) for x in backwards)
+        return q, k, v
+
+
+_ALL = {
+    "causal": True,
+    "window": 40,
+    "softcap": 8.0,
+    "scale": 0.3,
+    "query_offset": np.array([60, 11]),
+    "key_start": np.array([0, 7]),
+    "key_end": np.array([100, 131]),
+}
+
+PROBLEMS = (
+    Problem("no options"),
+    Problem("causal", options={"causal": True}),
+    Problem("causal, window 17", options={"causal": True, "window": 17}),
+    Problem("window (9, 3)", options={"window": (9, 3)}),
+    Problem("softcap 5", options={"softcap": 5.0}, spread=4),
+    Problem("scale -0.3", options={"scale": -0.3}),
+    Problem("8 heads over 2", H=8, Hkv=2, options={"causal": True}),
+    Problem("4 heads over 1", H=4, Hkv=1),
+    Problem(
+        "query_offset",
+        Tk=131,
+        options={"causal": True, "window": 30, "query_offset": np.array([64, 0])},
+    ),
+    Problem(
+        "key_start, key_end; NaN in the padding",
+        Tk=90,
+        options={"key_start": np.array([0, 33]), "key_end": np.array([50, 90])},
+        hidden_nan=True,
+    ),
+    Problem(
+        "rows that see no key; NaN in them",
+        options={"causal": True, "window": 20, "query_offset": np.array([-5, 40])},
+        hidden_nan=True,
+    ),
+    Problem("dlse", options={"causal": True}, dlse=True),
+    Problem("slices of packed QKV", Hkv=2, options={"causal": True}, layout="packed"),
+    Problem("negative strides", options={"causal": True}, layout="strided"),
+    Problem("3-D arrays", Hkv=2, options={"causal": True}, layout="flat"),
+    Problem("logits to 1e4", spread=2e3, options={"causal": True}),
+    Problem("1 query, 300 keys", Tq=1, Tk=300, Hkv=2, hd=64, options={"causal": True}),
+    Problem("5 queries, 65 keys", Tq=5, Tk=65, Hkv=2, hd=64, options={"causal": True}),
+    Problem("head dim 1", Tq=33, Tk=130, hd=1),
+    Problem("head dim 5", Tq=33, Tk=130, hd=5),
+    Problem("head dim 80", Tq=129, Tk=97, H=2, Hkv=1, hd=80),
+    Problem("head dim 128", B=1, Tq=64, Tk=128, H=2, Hkv=2, hd=128),
+    Problem("head dim 256", B=1, Tq=31, Tk=50, H=2, Hkv=2, hd=256),
+    Problem(
+        "T 513, window 200",
+        B=1,
+        Tq=513,
+        Tk=513,
+        H=2,
+        Hkv=1,
+        options={"causal": True, "window": 200},
+    ),
+    Problem("all together", Tk=131, H=6, Hkv=2, hd=48, options=_ALL, layout="strided", dlse=True),
+)
+
+# On these the four materialized kernels run one by one. None has NaN: d_row is not masked.
+SINGLE_KERNEL_PROBLEMS = tuple(
+    problem
+    for problem in PROBLEMS
+    if problem.name
+    in ("no options", "softcap 5", "slices of packed QKV", "head dim 80", "all together")
+)
