@@ -14,7 +14,7 @@ BENCH_PEERS ?= torch==2.13.0 onnxruntime onnx jax
 NEON_TOOLS := aarch64-linux-gnu-g++ qemu-aarch64
 FLOAT_STRIDE ?= 97
 # Exact versions: another one formats otherwise.
-LINT_TOOLS := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
+LINT_TOOLS := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5 check-jsonschema==0.39.0
 CASE_STRIDE ?= 1
 
 .PHONY: demo test bench test-neon test-neon-reduced sanitize lint clean
@@ -25,7 +25,7 @@ demo: $(VENV)/.installed
 	$(PY) examples/train_char_lm.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" \
+	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" \
 	  -r benchmarks/requirements.txt
 	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
@@ -73,6 +73,7 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*' \
 	  'benchmarks/probe/*.cpp' 'benchmarks/probe/*.h')
 
