@@ -59,7 +59,7 @@ class Device:
 class Outcome:
     """What became of one problem, or of one single kernel on it."""
 
-    device: str
+    device: Device
     kernel: str
     problem: str
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -227,14 +227,15 @@ class _Checker:
         family = "fused" if outcome.kernel == "fused" else "materialized"
         try:
             got = call()
-            self.report.runs.setdefault((outcome.device, family), forge.last_run() or {})
+            self.report.runs.setdefault((outcome.device.name, family), forge.last_run() or {})
             outcome.errors = {
                 name: (answer.error(name, value), answer.bound(name, family))
                 for name, value in got.items()
             }
             outcome.same_bits = same_bits(got, again())
         except Exception as error:
-            if isinstance(error, ValueError) and str(error).startswith(_REFUSAL):
+            refused = isinstance(error, ValueError) and str(error).startswith(_REFUSAL)
+            if refused and forge.backends()[outcome.device.backend]["ok"]:
                 outcome.refused = str(error)
             else:
                 outcome.fault = _words(error)
@@ -252,7 +253,7 @@ class _Checker:
             for kernel in KERNELS:
                 call = functools.partial(_whole, problem, inputs, device, kernel)
                 again = call if kernel == "fused" else reference
-                self.measure(Outcome(device.name, kernel, problem.name), answer, call, again)
+                self.measure(Outcome(device, kernel, problem.name), answer, call, again)
                 self.tick()
 
     def single(self, problem: Problem, devices: Iterable[Device]) -> None:
@@ -264,13 +265,13 @@ class _Checker:
             for step in _single_kernels(inputs, self.reference, exact).values():
                 exact.update(step())
         except Exception as error:
-            fault = Outcome(self.reference.name, "single kernels", problem.name)
+            fault = Outcome(self.reference, "single kernels", problem.name)
             fault.fault = _words(error)
             self.report.outcomes.append(fault)
             return
         for device in devices:
             for name, step in _single_kernels(inputs, device, exact).items():
-                outcome = Outcome(device.name, name, problem.name)
+                outcome = Outcome(device, name, problem.name)
                 self.measure(outcome, answer, step, lambda: exact)
             self.tick()
 

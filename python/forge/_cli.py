@@ -39,9 +39,24 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "build": forge.build_config(),
         "backends": forge.backends(),
+        "runs_on": {name: _runs_on(name) for name, s in forge.backends().items() if s["ok"]},
         "threads": _forge.num_threads(),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("FORGE_")},
     }
+
+
+def _runs_on(backend: str) -> dict[str, Any]:
+    """Say what a call on the backend ends up on: the CPU target, or the GPU and its library."""
+    x = np.zeros((1, 1, 1, 1), np.float32)
+    for kernel in _check.KERNELS:
+        try:
+            forge.attention(x, x, x, kernel=kernel, backend=backend)
+        except Exception as error:
+            fault = f"{type(error).__name__}: {error}"
+            continue
+        run = forge.last_run() or {}
+        return {name: run[name] for name in ("cpu_target", "device", "library") if run.get(name)}
+    return {"fault": fault}
 
 
 def _processor() -> str:
@@ -66,9 +81,9 @@ def _info_markdown(about: dict[str, Any]) -> str:
     )
     lines.append(f"- build: {_pairs(about['build'])}")
     for name, state in about["backends"].items():
-        lines.append(
-            f"- backend {name}: " + ("usable" if state["ok"] else f"no, {state['reason']}")
-        )
+        where = about["runs_on"].get(name)
+        said = f"no, {state['reason']}" if where is None else f"usable, {_pairs(where)}"
+        lines.append(f"- backend {name}: {' '.join(said.split())}")
     lines.append(f"- environment: {_pairs(about['environment']) or 'no FORGE_ variable set'}")
     return "\n".join(lines)
 
@@ -114,7 +129,7 @@ def _section(report: _check.Report, device: str, kernel: str) -> str:
     found = [
         outcome
         for outcome in report.outcomes
-        if outcome.device == device
+        if outcome.device.name == device
         and (outcome.kernel not in _check.KERNELS if single else outcome.kernel == kernel)
     ]
     if found and all(outcome.refused == found[0].refused != "" for outcome in found):
@@ -142,7 +157,7 @@ def _check_markdown(about: dict[str, Any], report: _check.Report) -> str:
             "the error of plain float32 NumPy, plus 4 * 2^-24 of the largest sum of terms; "
             "materialized: double that."
         )
-    for device in dict.fromkeys(outcome.device for outcome in report.outcomes):
+    for device in dict.fromkeys(outcome.device.name for outcome in report.outcomes):
         for kernel in (*_check.KERNELS, "single kernels"):
             parts.append(_section(report, device, kernel))
     parts.append(f"**{report.verdict}**")
@@ -164,7 +179,7 @@ def _check_json(about: dict[str, Any], report: _check.Report) -> dict[str, Any]:
         ],
         "checks": [
             {
-                "device": outcome.device,
+                "device": outcome.device.name,
                 "kernel": outcome.kernel,
                 "problem": outcome.problem,
                 "ok": outcome.ok,

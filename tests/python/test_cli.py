@@ -48,9 +48,8 @@ def test_info_says_what_is_here_and_what_is_not(tmp_path):
     assert f"forge: {forge.__version__}" in done.stdout
     assert f"numpy: {np.__version__}" in done.stdout
     for name, state in forge.backends().items():
-        assert f"backend {name}: {'usable' if state['ok'] else 'no, ' + state['reason']}" in (
-            done.stdout
-        )
+        said = "usable, " if state["ok"] else " ".join(f"no, {state['reason']}".split())
+        assert f"- backend {name}: {said}" in done.stdout
     for target in forge.build_config()["cpu_targets"]:
         assert target in done.stdout
 
@@ -59,6 +58,9 @@ def test_info_as_json(tmp_path):
     about = json.loads(command("info", "--json", folder=tmp_path).stdout)
     assert about["backends"] == forge.backends()
     assert about["build"] == forge.build_config()
+    assert set(about["runs_on"]) == {b for b, s in forge.backends().items() if s["ok"]}
+    target = os.environ.get("FORGE_CPU_TARGET", forge.build_config()["cpu_targets"][0])
+    assert about["runs_on"]["cpu"] == {"cpu_target": target}
     assert {"forge", "python", "numpy", "system", "machine", "processor", "threads"} <= set(about)
     assert about["environment"] == {k: v for k, v in os.environ.items() if k.startswith("FORGE_")}
 
@@ -235,6 +237,20 @@ def test_what_a_backend_does_not_serve_is_said_and_is_no_failure(few, monkeypatc
     assert f"fused\n\nnot served: {refusal.value}\n" in capsys.readouterr().out
 
 
+def test_a_backend_that_is_gone_half_way_is_a_fault(few, monkeypatch, capsys):
+    there = forge.backends()
+    gone = {**there, "cpu": {"ok": False, "reason": "unplugged"}}
+
+    def refuse(*_, **__):
+        monkeypatch.setattr(forge, "backends", lambda: gone)
+        raise ValueError(f"{_check._REFUSAL} with kernel='fused', got 'cpu': unplugged")
+
+    monkeypatch.setattr(_check, "_whole", refuse)
+    status, report = checked(capsys)
+    assert status == 1
+    assert "unplugged" in failed(report, "fused")[0]["fault"]
+
+
 def test_nothing_served_is_no_success(few, monkeypatch, capsys):
     def refuse(*_, **__):
         raise ValueError(f"{_check._REFUSAL} with kernel='fused'")
@@ -294,7 +310,7 @@ def test_the_environment_is_as_it_was(few, monkeypatch):
     assert "FORGE_CPU_TARGET" not in os.environ
     target = forge.build_config()["cpu_targets"][-1]
     monkeypatch.setenv("FORGE_CPU_TARGET", target)
-    assert {x.device for x in _check.run("cpu").outcomes} == {f"cpu ({target})"}
+    assert {x.device.name for x in _check.run("cpu").outcomes} == {f"cpu ({target})"}
     assert os.environ["FORGE_CPU_TARGET"] == target
 
 
