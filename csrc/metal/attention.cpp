@@ -7,17 +7,10 @@
 #include "metal/buffers.h"
 #include "metal/command_stream.h"
 #include "metal/context.h"
+#include "metal/kernels.h"
 
 namespace forge::metal {
 namespace {
-
-// An upper bound of the keys that a query sees, and of the queries that see a key.
-double most_visible(const AttnParams& params, Int64 length) {
-  const Int64 right = params.causal ? 0 : params.window_right;
-  if (params.window_left < 0 || right < 0) return static_cast<double>(length);
-  const double width = static_cast<double>(params.window_left) + static_cast<double>(right) + 1;
-  return std::min(width, static_cast<double>(length));
-}
 
 // One call: the arrays it is given, then the kernels it runs.
 class Call {
@@ -45,7 +38,6 @@ class Call {
     buffers_.add({slot, name, access, const_cast<float*>(data), 1, 1, 1, query_rows() * floats});
   }
   void optional_dlse(const float* dlse) {
-    switches_.has_dlse = dlse != nullptr;
     if (dlse != nullptr) per_row(kBufferDlse, "dlse", Access::kRead, dlse);
   }
   void d_row_of_its_own() {
@@ -61,20 +53,7 @@ class Call {
     return {context_->device_name(), context_->library_origin(), buffers_.report()};
   }
 
-  // The kernels, with what a row of each costs: products over hd, and the polynomials of exp and
-  // tanh.
-  Kernel fwd() {
-    return {"attention_fwd_f32", switched(), query_rows(), keys() * (2.0 * params_.hd + 16)};
-  }
-  Kernel bwd_d() { return {"attention_bwd_d_f32", switched(), query_rows(), 1.0 * params_.hd}; }
-  Kernel bwd_dq() {
-    return {"attention_bwd_dq_f32", switched(), query_rows(), keys() * (3.0 * params_.hd + 16)};
-  }
-  Kernel bwd_dkv() {
-    const double queries = most_visible(params_, params_.Tq) * (params_.H / params_.Hkv);
-    return {"attention_bwd_dkv_f32", switched(), params_.B * params_.Hkv * params_.Tk,
-            queries * (4.0 * params_.hd + 16)};
-  }
+  const AttnParams& params() const { return params_; }
 
  private:
   void add(BufferIndex slot, const char* name, Access access, const float* data, Int64 T,
@@ -83,15 +62,9 @@ class Call {
                   &(params_.*strides)});
   }
   Int64 query_rows() const { return params_.B * params_.H * params_.Tq; }
-  double keys() const { return most_visible(params_, params_.Tk); }
-  Switches switched() {
-    switches_.has_softcap = params_.softcap > 0;
-    return switches_;
-  }
 
   std::shared_ptr<Context> context_;
   AttnParams params_;
-  Switches switches_;
   Buffers buffers_;
   CommandStream stream_;
 };
@@ -136,7 +109,7 @@ Ran attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays,
   call.per_row(kBufferP, "probs", Access::kWrite, arrays.p, problem.params.Tk);
   call.per_row(kBufferRowMax, "row_max", Access::kWrite, arrays.stats.row_max);
   call.per_row(kBufferRowSum, "row_sum", Access::kWrite, arrays.stats.row_sum);
-  return call.run({call.fwd()});
+  return call.run({materialized::fwd(call.params())});
 }
 
 Ran attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, bool accumulate,
@@ -150,7 +123,8 @@ Ran attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, b
   call.d_row_of_its_own();
   add_dq(call, access, arrays);
   add_dkv(call, access, arrays);
-  return call.run({call.bwd_d(), call.bwd_dq(), call.bwd_dkv()});
+  return call.run({materialized::bwd_d(call.params(), arrays.dlse != nullptr),
+                   materialized::bwd_dq(call.params()), materialized::bwd_dkv(call.params())});
 }
 
 Ran run_kernel(BackwardKernel kernel, const Problem& problem, const BackwardArrays<float>& arrays,
@@ -162,16 +136,16 @@ Ran run_kernel(BackwardKernel kernel, const Problem& problem, const BackwardArra
     call.query_like(kBufferDout, "dout", Access::kRead, arrays.dout, &AttnParams::dout);
     call.optional_dlse(arrays.dlse);
     call.per_row(kBufferDRow, "d_row", Access::kWrite, arrays.d_row);
-    return call.run({call.bwd_d()});
+    return call.run({materialized::bwd_d(call.params(), arrays.dlse != nullptr)});
   }
   add_backward_inputs(call, problem.params.Tk, arrays);
   call.per_row(kBufferDRow, "d_row", Access::kRead, arrays.d_row);
   if (kernel == BackwardKernel::kDq) {
     add_dq(call, Access::kAddToContent, arrays);
-    return call.run({call.bwd_dq()});
+    return call.run({materialized::bwd_dq(call.params())});
   }
   add_dkv(call, Access::kAddToContent, arrays);
-  return call.run({call.bwd_dkv()});
+  return call.run({materialized::bwd_dkv(call.params())});
 }
 
 }  // namespace forge::metal

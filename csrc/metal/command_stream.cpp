@@ -12,7 +12,7 @@ namespace {
 // thread a row reaches a few percent of a GPU's peak: at 10 GFMA/s this many take 0.4 s.
 constexpr double kMaxFmasPerCommandBuffer = 4e9;
 // The index in the grid has 32 bits.
-constexpr double kMaxRowsPerDispatch = 1u << 31;
+constexpr double kMaxCountPerDispatch = 1u << 31;
 // What a threadgroup should be; a pipeline may allow less, and drops what is more.
 constexpr NS::UInteger kThreadsPerThreadgroup = 256;
 
@@ -24,22 +24,23 @@ CommandStream::CommandStream(std::shared_ptr<Context> context, const Buffers& bu
 
 void CommandStream::run(const Kernel& kernel) {
   const auto pipeline = context_->pipelines().get(kernel.name, kernel.switches);
-  const double cost = std::max(1.0, kernel.fmas_per_row);
-  for (Int64 begin = 0; begin < kernel.rows;) {
+  const double cost = std::max(1.0, kernel.fmas_each);
+  for (Int64 begin = 0; begin < kernel.count;) {
     const double fit = (kMaxFmasPerCommandBuffer - fmas_) / cost;
     if (fit < 1 && commands_) {
       finish();
       continue;
     }
-    const auto rows = static_cast<Int64>(std::clamp(fit, 1.0, kMaxRowsPerDispatch));
-    const AttnSpan span = {begin, begin + std::min(rows, kernel.rows - begin)};
-    encode(*pipeline.get(), span);
+    const auto count = static_cast<Int64>(std::clamp(fit, 1.0, kMaxCountPerDispatch));
+    const AttnSpan span = {begin, begin + std::min(count, kernel.count - begin)};
+    encode(kernel, *pipeline.get(), span);
     fmas_ += static_cast<double>(span.end - span.begin) * cost;
     begin = span.end;
   }
 }
 
-void CommandStream::encode(const MTL::ComputePipelineState& pipeline, const AttnSpan& span) {
+void CommandStream::encode(const Kernel& kernel, const MTL::ComputePipelineState& pipeline,
+                           const AttnSpan& span) {
   if (!commands_) commands_ = NS::RetainPtr(context_->queue().commandBuffer());
   if (!commands_) throw std::runtime_error("the Metal device gives no command buffer");
   MTL::ComputeCommandEncoder* encoder = commands_->computeCommandEncoder();
@@ -48,10 +49,19 @@ void CommandStream::encode(const MTL::ComputePipelineState& pipeline, const Attn
   buffers_.bind(*encoder);
   encoder->setBytes(&params_, sizeof params_, kBufferParams);
   encoder->setBytes(&span, sizeof span, kBufferSpan);
-  const NS::UInteger threads =
-      std::min(kThreadsPerThreadgroup, pipeline.maxTotalThreadsPerThreadgroup());
-  encoder->dispatchThreads(MTL::Size(static_cast<NS::UInteger>(span.end - span.begin), 1, 1),
-                           MTL::Size(threads, 1, 1));
+  const NS::UInteger limit = pipeline.maxTotalThreadsPerThreadgroup();
+  const MTL::Size count(static_cast<NS::UInteger>(span.end - span.begin), 1, 1);
+  const auto threads = static_cast<NS::UInteger>(kernel.threadgroup_threads);
+  if (threads > limit) {
+    throw std::runtime_error("the Metal kernel " + kernel.name + " needs threadgroups of " +
+                             std::to_string(threads) + " threads, this device runs " +
+                             std::to_string(limit));
+  }
+  if (threads == 0) {
+    encoder->dispatchThreads(count, MTL::Size(std::min(kThreadsPerThreadgroup, limit), 1, 1));
+  } else {
+    encoder->dispatchThreadgroups(count, MTL::Size(threads, 1, 1));
+  }
   encoder->endEncoding();
 }
 

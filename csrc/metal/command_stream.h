@@ -7,15 +7,9 @@
 
 #include "metal/buffers.h"
 #include "metal/context.h"
+#include "metal/kernels.h"
 
 namespace forge::metal {
-
-struct Kernel {
-  const char* name;
-  Switches switches;
-  Int64 rows;           // one thread each
-  double fmas_per_row;  // at most
-};
 
 class CommandStream {
  public:
@@ -28,7 +22,8 @@ class CommandStream {
   void finish();
 
  private:
-  void encode(const MTL::ComputePipelineState& pipeline, const AttnSpan& span);
+  void encode(const Kernel& kernel, const MTL::ComputePipelineState& pipeline,
+              const AttnSpan& span);
   [[noreturn]] void fail(const NS::Error* error);
 
   std::shared_ptr<Context> context_;

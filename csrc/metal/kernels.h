@@ -1,0 +1,28 @@
+// The kernels that a problem needs on the GPU: names, function constants, grids and costs.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "metal/pipelines.h"
+#include "shared/attn_params.h"
+
+namespace forge::metal {
+
+// A grid of `count` rows with a thread each, or of `count` tiles with a threadgroup each.
+struct Kernel {
+  std::string name;
+  Switches switches;
+  Int64 count;
+  double fmas_each;               // at most
+  Int32 threadgroup_threads = 0;  // 0: a thread each
+};
+
+namespace materialized {
+Kernel fwd(const AttnParams& params);
+Kernel bwd_d(const AttnParams& params, bool has_dlse);
+Kernel bwd_dq(const AttnParams& params);
+Kernel bwd_dkv(const AttnParams& params);
+}  // namespace materialized
+
+}  // namespace forge::metal
