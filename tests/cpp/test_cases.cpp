@@ -92,8 +92,8 @@ Case read_case(Reader& reader) {
   params.scale = reader.value<double>();
   params.softcap = reader.value<double>();
   const std::int64_t q_row = sizes[3] * sizes[5], k_row = sizes[4] * sizes[5];
-  params.q = params.o = params.dout = params.dq = {params.Tq * q_row, q_row, sizes[5]};
-  params.k = params.v = params.dk = params.dv = {params.Tk * k_row, k_row, sizes[5]};
+  params.q = params.o = params.dout = params.dq = {params.Tq * q_row, q_row, sizes[5], 0};
+  params.k = params.v = params.dk = params.dv = {params.Tk * k_row, k_row, sizes[5], 0};
   for (std::int64_t b = 0; b < params.B; ++b) {
     const auto range = reader.array<std::int64_t>(3);
     result.problem.ranges.push_back({range[0], range[1], range[2]});
