@@ -16,8 +16,8 @@ set(FORGE_METALLIB "")
 if(FORGE_METAL STREQUAL "software")
   set(FORGE_METAL_MODE software)
   if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
-    message(FATAL_ERROR "FORGE_METAL=software needs clang, got ${CMAKE_CXX_COMPILER_ID}. Leave "
-      "CMAKE_CXX_COMPILER and CXX unset in a new build folder, and one is found or fetched")
+    message(FATAL_ERROR "FORGE_METAL=software needs clang, got ${CMAKE_CXX_COMPILER_ID}. Set "
+      "no CMAKE_CXX_COMPILER in a new build folder, and one is found or fetched")
   endif()
 elseif(NOT FORGE_METAL)
   set(FORGE_METAL OFF)

@@ -19,7 +19,7 @@ function(forge_find_metal_cpp)
     if(NOT EXISTS ${umbrella})
       forge_pip(failure download --no-deps --require-hashes --only-binary=:all:
         --platform macosx_15_0_arm64 --dest ${folder}
-        -r ${PROJECT_SOURCE_DIR}/cmake/requirements-metal-cpp.txt)
+        -r ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/requirements-metal-cpp.txt)
       if(failure)
         message(FATAL_ERROR "FORGE_METAL=${FORGE_METAL} needs Apple's metal-cpp headers, and the "
           "mlx-metal wheel that ships them cannot be had. Give their folder as "

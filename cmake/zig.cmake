@@ -12,7 +12,7 @@ function(forge_zig_compiler compiler ar ranlib)
     if(NOT EXISTS ${zig})
       message(STATUS "Fetching a clang: the ziglang wheel, 100 MB")
       forge_pip(failure install --no-deps --require-hashes --only-binary=:all:
-        --target ${folder}/package -r ${CMAKE_SOURCE_DIR}/cmake/requirements-zig.txt)
+        --target ${folder}/package -r ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/requirements-zig.txt)
       if(failure)
         message(FATAL_ERROR "This build needs clang, and the ziglang wheel that brings one cannot be "
           "had. Install clang++ 14 or later, or give one as -DCMAKE_CXX_COMPILER=...${failure}")
@@ -20,7 +20,8 @@ function(forge_zig_compiler compiler ar ranlib)
     endif()
   endif()
   list(JOIN ARGN " " arguments)
-  forge_zig_wrapper(${folder}/zig-c++ ${zig} "c++ ${arguments}")
+  # Where no -O follows, zig would build its C++ library once more, for debugging.
+  forge_zig_wrapper(${folder}/zig-c++ ${zig} "c++ -O2 ${arguments}")
   forge_zig_wrapper(${folder}/zig-ar ${zig} ar)
   forge_zig_wrapper(${folder}/zig-ranlib ${zig} ranlib)
   set(${compiler} ${folder}/zig-c++ PARENT_SCOPE)

@@ -1,4 +1,8 @@
 // Which backend is chosen, and what is said where none can serve; which CPU targets there are.
+#include <algorithm>
+#include <fstream>
+#include <set>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -74,11 +78,44 @@ void test_cpu_targets() {
   CHECK(refused);
 }
 
+// The kernel lists a flag only where the processor has the feature and the system saves its state.
+std::set<std::string> flags_of_linux() {
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  for (std::string line; std::getline(cpuinfo, line);) {
+    if (line.compare(0, 5, "flags") != 0) continue;
+    std::istringstream words(line.substr(line.find(':') + 1));
+    std::set<std::string> flags;
+    for (std::string word; words >> word;) flags.insert(word);
+    return flags;
+  }
+  return {};
+}
+
+// Every compiler's build must find what is there: a target not found is a slow build, unnoticed.
+void test_cpu_targets_are_those_that_linux_lists() {
+#if defined(__x86_64__) && defined(__linux__)
+  const std::set<std::string> flags = flags_of_linux();
+  CHECK(!flags.empty());
+  const auto has = [&flags](std::initializer_list<const char*> names) {
+    return std::all_of(names.begin(), names.end(),
+                       [&flags](const char* name) { return flags.count(name) != 0; });
+  };
+  const auto& targets = forge::usable_cpu_targets();
+  const auto usable = [&targets](forge::CpuTarget target) {
+    return std::find(targets.begin(), targets.end(), target) != targets.end();
+  };
+  CHECK(usable(forge::CpuTarget::kAvx2) == has({"avx2", "fma"}));
+  CHECK(usable(forge::CpuTarget::kAvx512) ==
+        has({"avx512f", "avx512vl", "avx512dq", "avx512bw", "avx2", "fma"}));
+#endif
+}
+
 }  // namespace
 
 int main() {
   test_choice();
   test_backends_say_why_not();
   test_cpu_targets();
+  test_cpu_targets_are_those_that_linux_lists();
   return test_result();
 }
