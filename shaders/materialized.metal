@@ -5,6 +5,7 @@
 #include "materialized.h"
 #include "shared/buffer_indices.h"
 
+using namespace metal;
 using namespace forge;
 
 // One query row (b, h, i): scores and their maximum, exponentials and their sum, then p and o.

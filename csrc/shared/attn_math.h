@@ -49,8 +49,8 @@ FORGE_INLINE float attn_exp(float x) {
   p = attn_fma(p * r, r, r) + 1.0f;
   // Two factors, since 2^128 is no float.
   Int32 exponent = (Int32)n;
-  Int32 half = exponent >> 1;
-  return p * power_of_two(half) * power_of_two(exponent - half);
+  Int32 first = exponent >> 1;
+  return p * power_of_two(first) * power_of_two(exponent - first);
 }
 
 FORGE_INLINE float attn_tanh(float x) {
