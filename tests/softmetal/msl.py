@@ -516,6 +516,7 @@ class Parser:
         self.program.instantiations.append(
             Instantiation(host_name[1:-1], function, self.name(j + 2), token)
         )
+        self.program.removed = [r for r in self.program.removed if r[0] < token.begin]
         self.program.removed.append((token.begin, self.tokens[end].end))
         return end + 1
 

@@ -11,6 +11,10 @@
 #ifndef TARGET_OS_OSX
 #define TARGET_OS_OSX 1
 #endif
+// From Availability.h: the oldest macOS that forge runs on.
+#ifndef __MAC_OS_X_VERSION_MIN_REQUIRED
+#define __MAC_OS_X_VERSION_MIN_REQUIRED 140000
+#endif
 #ifndef TARGET_OS_IPHONE
 #define TARGET_OS_IPHONE 0
 #endif

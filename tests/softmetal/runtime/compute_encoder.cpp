@@ -246,6 +246,9 @@ void ComputeEncoder::memory_barrier_resources(Object* const*, std::uint64_t) {
 void ComputeEncoder::end() {
   if (!usable("endEncoding", 0)) return;
   ended_ = true;
+  // The command buffer holds what it needs; the encoder may stay in a pool for long.
+  for (Slot& slot : slots_) slot = Slot();
+  pipeline_ = Ref<Pipeline>();
   buffer_->encoder_ended();
 }
 

@@ -28,19 +28,3 @@ String* compute_pipeline_error_domain() {
 }
 
 }  // namespace softmetal
-
-// metal-cpp reads these by name when the program starts, so they are set before other initializers
-// run.
-extern "C" {
-__attribute__((visibility("default"))) softmetal::String* MTLCommandBufferErrorDomain = nullptr;
-__attribute__((visibility("default"))) softmetal::String* MTLLibraryErrorDomain = nullptr;
-}
-
-namespace {
-
-__attribute__((constructor(101))) void set_constants() {
-  MTLCommandBufferErrorDomain = softmetal::command_buffer_error_domain();
-  MTLLibraryErrorDomain = softmetal::library_error_domain();
-}
-
-}  // namespace

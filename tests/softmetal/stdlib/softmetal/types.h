@@ -27,6 +27,23 @@ using ::size_t;
 template <typename T, int N>
 struct vec;
 
+// Friends, and no templates of their own: scalars and references to memory convert to operands.
+#define SOFTMETAL_VECTOR_OPERATOR(op, size)             \
+  friend vec operator op(vec a, vec b) {                \
+    for (int i = 0; i < size; ++i) a[i] = a[i] op b[i]; \
+    return a;                                           \
+  }                                                     \
+  friend vec& operator op## = (vec & a, vec b) { return a = a op b; }
+#define SOFTMETAL_VECTOR_OPERATORS(size)         \
+  SOFTMETAL_VECTOR_OPERATOR(+, size)             \
+  SOFTMETAL_VECTOR_OPERATOR(-, size)             \
+  SOFTMETAL_VECTOR_OPERATOR(*, size)             \
+  SOFTMETAL_VECTOR_OPERATOR(/, size)             \
+  friend vec operator-(vec a) {                  \
+    for (int i = 0; i < size; ++i) a[i] = -a[i]; \
+    return a;                                    \
+  }
+
 template <typename T>
 struct alignas(2 * sizeof(T)) vec<T, 2> {
   T x, y;
@@ -37,6 +54,7 @@ struct alignas(2 * sizeof(T)) vec<T, 2> {
   explicit vec(vec<U, 2> v) : x(T(v.x)), y(T(v.y)) {}
   T& operator[](int i) { return (&x)[i]; }
   T operator[](int i) const { return (&x)[i]; }
+  SOFTMETAL_VECTOR_OPERATORS(2)
 };
 
 template <typename T>
@@ -49,6 +67,7 @@ struct alignas(4 * sizeof(T)) vec<T, 3> {
   explicit vec(vec<U, 3> v) : x(T(v.x)), y(T(v.y)), z(T(v.z)) {}
   T& operator[](int i) { return (&x)[i]; }
   T operator[](int i) const { return (&x)[i]; }
+  SOFTMETAL_VECTOR_OPERATORS(3)
 };
 
 template <typename T>
@@ -61,55 +80,11 @@ struct alignas(4 * sizeof(T)) vec<T, 4> {
   explicit vec(vec<U, 4> v) : x(T(v.x)), y(T(v.y)), z(T(v.z)), w(T(v.w)) {}
   T& operator[](int i) { return (&x)[i]; }
   T operator[](int i) const { return (&x)[i]; }
+  SOFTMETAL_VECTOR_OPERATORS(4)
 };
 
-template <typename T, int N, typename F>
-inline vec<T, N> componentwise(vec<T, N> a, vec<T, N> b, F f) {
-  vec<T, N> result;
-  for (int i = 0; i < N; ++i) result[i] = f(a[i], b[i]);
-  return result;
-}
-
-// The scalar operand takes the vector's component type, as the language converts it.
-template <typename T>
-struct identity {
-  typedef T type;
-};
-template <typename T>
-using scalar = typename identity<T>::type;
-
-#define SOFTMETAL_VECTOR_OPERATOR(op)                                 \
-  template <typename T, int N>                                        \
-  inline vec<T, N> operator op(vec<T, N> a, vec<T, N> b) {            \
-    return componentwise(a, b, [](T p, T q) -> T { return p op q; }); \
-  }                                                                   \
-  template <typename T, int N>                                        \
-  inline vec<T, N> operator op(vec<T, N> a, scalar<T> b) {            \
-    return a op vec<T, N>(b);                                         \
-  }                                                                   \
-  template <typename T, int N>                                        \
-  inline vec<T, N> operator op(scalar<T> a, vec<T, N> b) {            \
-    return vec<T, N>(a) op b;                                         \
-  }                                                                   \
-  template <typename T, int N>                                        \
-  inline vec<T, N>& operator op## = (vec<T, N> & a, vec<T, N> b) {    \
-    return a = a op b;                                                \
-  }                                                                   \
-  template <typename T, int N>                                        \
-  inline vec<T, N>& operator op## = (vec<T, N> & a, scalar<T> b) {    \
-    return a = a op vec<T, N>(b);                                     \
-  }
-SOFTMETAL_VECTOR_OPERATOR(+)
-SOFTMETAL_VECTOR_OPERATOR(-)
-SOFTMETAL_VECTOR_OPERATOR(*)
-SOFTMETAL_VECTOR_OPERATOR(/)
+#undef SOFTMETAL_VECTOR_OPERATORS
 #undef SOFTMETAL_VECTOR_OPERATOR
-
-template <typename T, int N>
-inline vec<T, N> operator-(vec<T, N> a) {
-  for (int i = 0; i < N; ++i) a[i] = -a[i];
-  return a;
-}
 
 }  // namespace metal
 
