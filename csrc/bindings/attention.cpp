@@ -7,6 +7,7 @@
 
 #include "bindings/arrays.h"
 #include "bindings/options.h"
+#include "core/cpu_target.h"
 #include "core/errors.h"
 #include "dispatch/backend.h"
 
@@ -46,6 +47,7 @@ class Call {
     AttnParamsOf<double>& params = problem.params;
     problem.dtype = query_like.dtype;
     problem.family = family_of(options.kernel);
+    choose_cpu_target(options.cpu_target);  // a wrong name is wrong on every backend
     params.B = query_like.shape[0];
     params.Tq = query_like.shape[1];
     params.H = head_count(query_like.shape[2], "num_heads");

@@ -6,6 +6,8 @@ import forge
 import numpy as np
 from oracle import GRADIENTS, Problem
 
+# How last_run() says that an array was used where it lies: on the CPU, on a GPU.
+IN_PLACE = {"cpu": "in place", "metal": "wrapped"}
 RESULTS = ("out", "lse", "row_max", "row_sum", *GRADIENTS)
 
 

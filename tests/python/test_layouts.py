@@ -3,11 +3,10 @@
 import forge
 import numpy as np
 import pytest
-from calls import assert_same_bits, run
+from calls import IN_PLACE, assert_same_bits, run
 from oracle import GRADIENTS, random_inputs
 
 B, T, H, HD = 3, 33, 2, 4
-IN_PLACE = "in place"
 
 
 def slice_of_packed(x):
@@ -126,7 +125,7 @@ def test_strides_are_followed_in_place(name, layout, inputs, backend, kernel):
     laid_out = inputs | {name: layout(inputs[name])}
     np.testing.assert_array_equal(laid_out[name], inputs[name])
     got, how = run_named(laid_out, backend, kernel)
-    assert how[name] == IN_PLACE
+    assert how[name] == IN_PLACE[backend]
     assert_same_bits(got, run_named(inputs, backend, kernel)[0])
     np.testing.assert_array_equal(laid_out[name], inputs[name])
 
@@ -134,7 +133,7 @@ def test_strides_are_followed_in_place(name, layout, inputs, backend, kernel):
 @pytest.mark.parametrize("layout", IN_PLACE_LAYOUTS)
 def test_all_inputs_laid_out_alike(layout, inputs, backend, kernel):
     got, how = run_named({name: layout(x) for name, x in inputs.items()}, backend, kernel)
-    assert set(how.values()) == {IN_PLACE}
+    assert set(how.values()) == {IN_PLACE[backend]}
     assert_same_bits(got, run_named(inputs, backend, kernel)[0])
 
 
@@ -145,7 +144,7 @@ def test_what_cannot_be_read_in_place_is_copied_and_said_so(name, layout, inputs
     before = laid_out[name].copy()
     got, how = run_named(laid_out, backend, kernel)
     assert how[name].startswith("copied: ")
-    assert all(how[other] == IN_PLACE for other in inputs if other != name)
+    assert all(how[other] == IN_PLACE[backend] for other in inputs if other != name)
     plain = inputs | {name: np.ascontiguousarray(laid_out[name], np.float32)}
     assert_same_bits(got, run_named(plain, backend, kernel)[0])
     np.testing.assert_array_equal(laid_out[name], before)
@@ -158,7 +157,7 @@ def test_broadcast_axes(name, axis, inputs, backend, kernel):
     x = np.broadcast_to(inputs[name].take([0], axis), inputs[name].shape)
     assert x.strides[axis] == 0
     got, how = run_named(inputs | {name: x}, backend, kernel)
-    assert how[name] == IN_PLACE
+    assert how[name] == IN_PLACE[backend]
     assert_same_bits(got, run_named(inputs | {name: x.copy()}, backend, kernel)[0])
 
 
@@ -193,7 +192,7 @@ def test_packed_qkv_on_three_axes(rng, backend, kernel):
     packed = rng.standard_normal((2, 9, 3 * 8)).astype(np.float32)
     q, k, v = packed[..., :8], packed[..., 8:16], packed[..., 16:]
     got = run(q, k, v, q, num_heads=2, backend=backend, kernel=kernel)
-    assert set(forge.last_run()["arrays"].values()) == {IN_PLACE}
+    assert set(forge.last_run()["arrays"].values()) == {IN_PLACE[backend]}
     want = run(q.copy(), k.copy(), v.copy(), q.copy(), num_heads=2, backend=backend, kernel=kernel)
     assert_same_bits(got, want)
 

@@ -49,11 +49,11 @@ def test_inputs_sliced_from_one_array_are_wrapped_in_place(rng):
 def test_arrays_on_the_same_pages_share_a_buffer(software, rng):
     q, k, v = packed(rng)
     attend(q, k, v)
-    shared = software.get("buffers_created")
+    shared = software.get("no_copy_buffers")
     software.reset()
     far_apart = [forge.empty(x.shape) for x in (q, k, v)]
     attend(*far_apart)
-    assert software.get("buffers_created") == shared + 2
+    assert software.get("no_copy_buffers") == shared + 2
 
 
 def test_results_of_forge_are_wrapped(rng):
@@ -196,7 +196,7 @@ def test_an_array_that_numpy_copied_says_so(rng):
 def test_memory_that_the_device_does_not_wrap_is_copied(software, rng):
     q, k, v, dout = random_inputs(rng, Tq=9, H=4, Hkv=2, hd=5)
     want = forward_and_backward(q, k, v, dout)
-    software.set("fault_no_copy_buffer")
+    software.set("nil_no_copy_buffer")
     got = forward_and_backward(q, k, v, dout)
     assert set(forge.last_run()["arrays"].values()) == {
         "copied: the Metal device does not wrap its pages"

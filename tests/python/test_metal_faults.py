@@ -11,6 +11,14 @@ from oracle import random_inputs
 OPTIONS = {"causal": True, "softcap": 2.0, "backend": "metal", "kernel": "materialized"}
 
 
+VALUES = {"command_buffer_error": 2}  # the code of a timeout; other faults are on or off
+
+
+def set_fault(software, fault, nth=0):
+    software.set(fault, VALUES.get(fault, 1))
+    software.set("nth", nth)
+
+
 def step(arrays):
     q, k, v, dout = arrays
     out, saved = forge.attention_forward(q, k, v, **OPTIONS)
@@ -24,6 +32,8 @@ def arrays(rng):
 
 @pytest.fixture
 def want(software, arrays):
+    """The right results, from a context that has the pipelines of one step and no more."""
+    lose_device(software, arrays)
     return step(arrays)
 
 
@@ -34,7 +44,7 @@ def assert_works(arrays, want):
 
 def lose_device(software, arrays):
     """The context goes with its device; the next call makes library and pipelines anew."""
-    software.set("fault_device_lost")
+    set_fault(software, "device_lost")
     with pytest.raises(RuntimeError, match="device is lost"):
         step(arrays)
     software.reset()
@@ -42,60 +52,59 @@ def lose_device(software, arrays):
 
 # Fault, exception, what it says. Those that only strike while a context is made have `anew`.
 CALL = [
-    ("fault_command_buffer", RuntimeError, r"Metal device failed: .*Timeout"),
-    ("fault_device_lost", RuntimeError, r"Metal device failed: .*the device is lost"),
-    ("fault_buffer", MemoryError, r"no memory for a buffer of \d+ bytes for \w+"),
-    ("fault_nil_command_buffer", RuntimeError, "gives no command buffer"),
-    ("fault_nil_encoder", RuntimeError, "gives no command encoder"),
+    ("command_buffer_error", RuntimeError, r"Metal device failed: .*Timeout"),
+    ("device_lost", RuntimeError, r"Metal device failed: .*the device is lost"),
+    ("nil_buffer", MemoryError, r"no memory for a buffer of \d+ bytes for \w+"),
+    ("nil_command_buffer", RuntimeError, "gives no command buffer"),
+    ("nil_encoder", RuntimeError, "gives no command encoder"),
 ]
 ANEW = [
-    ("fault_no_device", ValueError, "this machine has no Metal device"),
-    ("fault_nil_queue", ValueError, "gives no command queue"),
-    ("fault_bad_source", ValueError, "the shaders do not compile: .+"),
-    ("fault_bad_function", RuntimeError, r"attention_fwd_f32 does not compile: .+"),
-    ("fault_bad_pipeline", RuntimeError, r"attention_fwd_f32 does not compile: .+"),
+    ("no_device", ValueError, "this machine has no Metal device"),
+    ("nil_queue", ValueError, "gives no command queue"),
+    ("bad_source", ValueError, "the shaders do not compile: .+"),
+    ("bad_function", RuntimeError, r"attention_fwd_f32 does not compile: .+"),
+    ("bad_pipeline", RuntimeError, r"attention_fwd_f32 does not compile: .+"),
 ]
 
 
 @pytest.mark.parametrize(("fault", "error", "text"), CALL, ids=[row[0] for row in CALL])
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_call_that_fails(software, arrays, want, fault, error, text, times):
-    before = software.get("live_objects")
+    before = software.get("live")
     for _ in range(times):
-        software.set(fault)
+        set_fault(software, fault)
         with pytest.raises(error, match=text):
             step(arrays)
         software.reset()
     assert_works(arrays, want)
-    assert software.get("live_objects") == before
-    assert software.get("autoreleased_without_pool") == 0
+    assert software.get("live") == before
+    assert software.get("autoreleases_without_pool") == 0
 
 
 @pytest.mark.parametrize(("fault", "error", "text"), ANEW, ids=[row[0] for row in ANEW])
 def test_a_context_that_cannot_be_made(software, arrays, want, fault, error, text):
-    before = software.get("live_objects")
+    before = software.get("live")
     lose_device(software, arrays)
-    software.set(fault)
+    set_fault(software, fault)
     for _ in range(2):  # not only the first time
         with pytest.raises(error, match=text):
             step(arrays)
     software.reset()
     assert_works(arrays, want)
-    assert software.get("live_objects") == before
-    assert software.get("autoreleased_without_pool") == 0
+    assert software.get("live") == before
+    assert software.get("autoreleases_without_pool") == 0
 
 
 def test_a_lost_device_is_replaced_without_being_asked(software, arrays, want):
-    software.set("fault_device_lost")
+    set_fault(software, "device_lost", nth=1)
     with pytest.raises(RuntimeError, match="the next call starts anew"):
         step(arrays)
-    assert_works(arrays, want)  # the fault is still set, the lost device is not
+    assert_works(arrays, want)
 
 
 @pytest.mark.parametrize("nth", [1, 2])
 def test_the_backward_can_fail_after_the_forward(software, arrays, want, nth):
-    software.set("fault_command_buffer")
-    software.set("fault_after", nth)
+    set_fault(software, "command_buffer_error", nth + 1)
     q, k, v, dout = arrays
     if nth == 1:
         _, saved = forge.attention_forward(q, k, v, **OPTIONS)
@@ -112,7 +121,7 @@ def test_the_backward_can_fail_after_the_forward(software, arrays, want, nth):
 def test_a_failed_call_writes_nothing_to_outputs_it_has_copied(software, arrays):
     q, k, v, _ = arrays
     out = np.full((2, 9, 4, 6), 7, np.float32)[..., :5]
-    software.set("fault_command_buffer")
+    set_fault(software, "command_buffer_error")
     with pytest.raises(RuntimeError, match="Metal device failed"):
         forge.attention(q, k, v, out=out, **OPTIONS)
     assert (out == 7).all()
@@ -120,7 +129,7 @@ def test_a_failed_call_writes_nothing_to_outputs_it_has_copied(software, arrays)
 
 def test_a_failed_call_is_not_recorded_as_the_last_run(software, arrays, want):
     before = forge.last_run()
-    software.set("fault_command_buffer")
+    set_fault(software, "command_buffer_error")
     with pytest.raises(RuntimeError, match="Metal device failed"):
         step(arrays)
     assert forge.last_run() == before
@@ -128,5 +137,5 @@ def test_a_failed_call_is_not_recorded_as_the_last_run(software, arrays, want):
 
 def test_a_kernel_that_leaves_its_arrays_is_named(software, arrays, want):
     """The device checks every access against the bytes of each array; none of ours goes astray."""
-    assert software.get("violations") == 0
+    assert software.get("misuses") == 0
     assert re.match(r"\w+", forge.last_run()["device"])

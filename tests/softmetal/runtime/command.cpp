@@ -107,7 +107,10 @@ ClassObject& CommandQueue::class_of() {
   return of;
 }
 
-CommandBuffer* CommandQueue::command_buffer() { return autoreleased(new CommandBuffer(this)); }
+CommandBuffer* CommandQueue::command_buffer() {
+  if (fault_strikes(Setting::kNilCommandBuffer)) return nullptr;
+  return autoreleased(new CommandBuffer(this));
+}
 void CommandQueue::submit(CommandBuffer* buffer) {
   buffer->retain();
   worker_->submit(buffer);
@@ -166,6 +169,7 @@ void CommandBuffer::encoder_ended() {
 }
 
 ComputeEncoder* CommandBuffer::compute_encoder() {
+  if (fault_strikes(Setting::kNilEncoder)) return nullptr;
   bool encoding, committed;
   {
     std::lock_guard<std::mutex> lock(mutex_);

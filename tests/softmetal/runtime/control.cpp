@@ -19,6 +19,9 @@ struct SettingInfo {
 };
 constexpr SettingInfo kSettings[] = {
     {"no_device", 0},
+    {"nil_queue", 0},
+    {"nil_command_buffer", 0},
+    {"nil_encoder", 0},
     {"nil_buffer", 0},
     {"nil_no_copy_buffer", 0},
     {"bad_source", 0},

@@ -10,6 +10,9 @@ namespace softmetal {
 enum class Setting {
   // Faults: not 0 is on.
   kNoDevice,
+  kNilQueue,
+  kNilCommandBuffer,
+  kNilEncoder,
   kNilBuffer,
   kNilNoCopyBuffer,
   kBadSource,

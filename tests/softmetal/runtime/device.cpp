@@ -105,7 +105,9 @@ Buffer* Device::new_buffer_no_copy(void* bytes, std::uint64_t length, std::uint6
   return buffer;
 }
 
-CommandQueue* Device::new_queue() { return new CommandQueue(this); }
+CommandQueue* Device::new_queue() {
+  return fault_strikes(Setting::kNilQueue) ? nullptr : new CommandQueue(this);
+}
 CommandQueue* Device::new_queue_of(std::uint64_t) { return new_queue(); }
 
 Buffer::Buffer(Device* device, char* bytes, std::uint64_t length, bool owned)
