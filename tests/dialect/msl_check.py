@@ -55,6 +55,7 @@ CLANG_RULES = (
         "MSL 4.2 Constant Address Space",
     ),
     (r"address space|'this'|object parameter", "MSL 4 Address Spaces"),
+    (r"reference to '\w+' is ambiguous", "MSL 6.1 Namespace and Header Files"),
     (r"call to '\w+' is ambiguous", "MSL 6.2 Common Functions, 6.5 Math Functions"),
     (
         r"use of overloaded operator|assigning to '\w+' \(vector|vector",

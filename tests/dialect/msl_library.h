@@ -79,12 +79,12 @@ FORGE_VECTORS(float, float)
   FORGE_ON_VECTORS(M, uint) \
   FORGE_ON_VECTORS(M, ushort) FORGE_ON_VECTORS(M, long) FORGE_ON_VECTORS(M, ulong)
 // 6.9.2: what moves between the threads of a SIMD-group is at most 32 bits wide and not bool.
-#define FORGE_SIMD_INTEGERS(M)                                                \
-  M(char)                                                                     \
-  M(uchar)                                                                    \
-  M(short)                                                                    \
-  M(ushort) M(int) M(uint) FORGE_ON_VECTORS(M, int) FORGE_ON_VECTORS(M, uint) \
-      FORGE_ON_VECTORS(M, ushort)
+#define FORGE_SIMD_INTEGERS(M) \
+  M(char)                      \
+  M(uchar)                     \
+  M(short)                     \
+  M(ushort)                    \
+  M(int) M(uint) FORGE_ON_VECTORS(M, int) FORGE_ON_VECTORS(M, uint) FORGE_ON_VECTORS(M, ushort)
 
 namespace metal {
 // 6.2 Common Functions, 6.3 Integer Functions
@@ -312,6 +312,22 @@ struct enable_if<true, T> {
 };
 template <bool condition, typename T = void>
 using enable_if_t = typename enable_if<condition, T>::type;
+}  // namespace metal
+
+// Types that shaders here do not use. Their names are taken all the same.
+namespace metal {
+template <typename T, unsigned long N>
+struct array;
+template <typename T, int Cols, int Rows>
+struct matrix;
+template <typename T>
+struct atomic;
+template <typename T>
+struct uniform;
+struct sampler;
+struct ray;
+struct bias;
+struct level;
 }  // namespace metal
 
 // 2.21 Type Conversions and Reinterpreting Data

@@ -26,7 +26,7 @@ SPACES = {
     "constant": "__constant",
 }
 # Words of OpenCL that are plain names in MSL.
-RENAMED = ("global", "local", "generic", "pipe", "uniform", "read_only", "write_only", "read_write")
+RENAMED = ("global", "local", "generic", "pipe", "read_only", "write_only", "read_write")
 WORDS = {**SPACES, "kernel": "", **{name: name + "_" for name in RENAMED}}
 # MSL copies a trivial struct out of every address space. OpenCL's implicit copies leave out
 # constant; defaulted on first declaration they keep the struct trivial and an aggregate.

@@ -13,7 +13,7 @@ BEGIN = "#include <metal_stdlib>\nusing namespace metal;\n"
 
 
 class Snippet(NamedTuple):
-    """A piece of rejected.metal or accepted.metal."""
+    """A piece of rejected_*.metal or accepted.metal."""
 
     name: str
     rule: str
@@ -34,7 +34,11 @@ def snippets(file: str) -> list[Snippet]:
     return found
 
 
-REJECTED = snippets("rejected.metal")
+REJECTED = [
+    snippet
+    for part in ("memory", "language", "kernels")
+    for snippet in snippets(f"rejected_{part}.metal")
+]
 ACCEPTED = snippets("accepted.metal")
 
 
