@@ -27,6 +27,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" \
 	  -r benchmarks/requirements.txt
+	@# A clang, for the shaders: on a Mac there is one.
+	test "$$(uname)" != Linux || $(PIP) install --quiet --no-deps --require-hashes \
+	  -r cmake/requirements-zig.txt
 	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
 	$(VENV)/bin/cmake --build build/$(PRESET)

@@ -233,6 +233,9 @@ def main() -> int:
     parser.add_argument("--clang", help="the compiler; else FORGE_CLANG, the system's or zig's")
     parser.add_argument("--std", type=float, default=3.1, help="the Metal language version")
     arguments = parser.parse_args()
+    missing = [str(path) for path in arguments.files if not path.is_file()]
+    if missing:
+        parser.error(f"files must exist, got {', '.join(missing)}")
     clang = Clang(arguments.clang)
     texts = [f'#line 1 "{path}"\n{path.read_text()}' for path in arguments.files]
     problems = [
