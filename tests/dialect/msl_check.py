@@ -210,15 +210,14 @@ def check(text: str, clang: Clang, version: float = 3.1) -> list[Problem]:
     library = (HERE / "msl_library.h").read_text() if source.has_library else ""
     whole = (library + rewritten).encode("ascii", "replace").decode()  # offsets count bytes
     first_line = library.count("\n")
-    done = clang.run([*COMPILE, "-fsyntax-only"], whole)
+    done = clang.run([*COMPILE, "-ast-dump=json"], whole)
     findings |= set(compile_errors(done.stderr, first_line))
     if done.returncode and not findings:
         raise RuntimeError(f"clang failed: {done.stderr}")
     if done.returncode == 0:
-        dump = clang.run([*COMPILE, "-ast-dump=json"], whole).stdout
         first = len(library)
         moved = [range(r.start + first, r.stop + first) for r in injected]
-        for line, rule, message in check_tree(json.loads(dump), whole, first, moved):
+        for line, rule, message in check_tree(json.loads(done.stdout), whole, first, moved):
             findings.add(Finding(line - first_line, rule, message))
     return sorted(
         Problem(*source.places[min(line, len(source.places) - 1)], rule, message)
