@@ -27,6 +27,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" \
 	  -r benchmarks/requirements.txt
+	@# A clang, for the shaders: on a Mac there is one.
+	test "$$(uname)" != Linux || $(PIP) install --quiet --no-deps --require-hashes \
+	  -r cmake/requirements-zig.txt
 	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
 	$(VENV)/bin/cmake --build build/$(PRESET)
@@ -74,7 +77,7 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*' \
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*' 'tests/dialect/*.h' \
 	  'benchmarks/probe/*.cpp' 'benchmarks/probe/*.h')
 
 # The package, rebuilt when anything it is made of has changed.

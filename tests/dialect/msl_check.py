@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT / "cmake")]
+sys.path.insert(0, str(ROOT / "cmake"))
 
 from flatten_shaders import flatten  # noqa: E402
 from msl_rules import Finding, add_asserts, check_text  # noqa: E402
@@ -42,20 +42,20 @@ LANGUAGE = ["-triple", "spir64-unknown-unknown", "-nostdsysteminc", "-nobuiltini
 PREPROCESS = [*LANGUAGE, "-x", "c++", "-std=c++14", "-undef", "-E"]
 COMPILE = [
     *LANGUAGE,
-    *("-x", "clcpp", "-cl-std=clc++2021", "-cl-single-precision-constant"),
-    *("-Wall", "-Wextra", "-Werror", "-Wc++98-c++11-c++14-compat", "-ferror-limit", "100"),
+    *("-x", "clcpp", "-cl-std=clc++2021", "-cl-single-precision-constant", "-ferror-limit", "100"),
+    *("-Wall", "-Wextra", "-Werror", "-Wglobal-constructors", "-Wc++98-c++11-c++14-compat"),
     # Helpers of a header are unused in one shader or another; the rest is about what we put in.
     *("-Wno-unused-function", "-Wno-unused-const-variable"),
     *("-Wno-defaulted-function-deleted", "-Wno-unknown-pragmas", "-Wno-unknown-warning-option"),
 ]
 # What clang says -> the rule behind it. The first that matches counts.
 CLANG_RULES = (
-    (r"address space|'this'|object parameter", "MSL 4 Address Spaces"),
-    (r"read-only variable", "MSL 4.2 Constant Address Space"),
     (
-        r"in constant address space must be|must be initialized by a const",
+        r"read-only variable|constant address space|global constructor|initialized by a const",
         "MSL 4.2 Constant Address Space",
     ),
+    (r"address space|'this'|object parameter", "MSL 4 Address Spaces"),
+    (r"reference to '\w+' is ambiguous", "MSL 6.1 Namespace and Header Files"),
     (r"call to '\w+' is ambiguous", "MSL 6.2 Common Functions, 6.5 Math Functions"),
     (
         r"use of overloaded operator|assigning to '\w+' \(vector|vector",
@@ -112,7 +112,7 @@ class Clang:
             if path:
                 said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
                 version = re.search(r"version (\d+)", said)
-                if version and int(version[1]) >= 14 and "Apple" not in said:
+                if version and int(version[1]) >= 14:
                     return [path]
         if importlib.util.find_spec("ziglang"):
             return [sys.executable, "-m", "ziglang", "clang"]
@@ -158,7 +158,7 @@ def preprocess(clang: Clang, text: str, version: float) -> tuple[Preprocessed, l
         lines.append("" if marker or row.startswith(MARK) else row)
         line += 1
     problems = [
-        Problem(file, int(line), *reversed(classify(message)))
+        Problem(file, int(line), *classify(message))
         for file, line, message in re.findall(
             r"^(.*?):(\d+):\d+: .*?error: (.*)$", done.stderr, re.M
         )
@@ -210,15 +210,14 @@ def check(text: str, clang: Clang, version: float = 3.1) -> list[Problem]:
     library = (HERE / "msl_library.h").read_text() if source.has_library else ""
     whole = (library + rewritten).encode("ascii", "replace").decode()  # offsets count bytes
     first_line = library.count("\n")
-    done = clang.run([*COMPILE, "-fsyntax-only"], whole)
+    done = clang.run([*COMPILE, "-ast-dump=json"], whole)
     findings |= set(compile_errors(done.stderr, first_line))
     if done.returncode and not findings:
         raise RuntimeError(f"clang failed: {done.stderr}")
     if done.returncode == 0:
-        dump = clang.run([*COMPILE, "-ast-dump=json"], whole).stdout
         first = len(library)
         moved = [range(r.start + first, r.stop + first) for r in injected]
-        for line, rule, message in check_tree(json.loads(dump), whole, first, moved):
+        for line, rule, message in check_tree(json.loads(done.stdout), whole, first, moved):
             findings.add(Finding(line - first_line, rule, message))
     return sorted(
         Problem(*source.places[min(line, len(source.places) - 1)], rule, message)
@@ -233,6 +232,9 @@ def main() -> int:
     parser.add_argument("--clang", help="the compiler; else FORGE_CLANG, the system's or zig's")
     parser.add_argument("--std", type=float, default=3.1, help="the Metal language version")
     arguments = parser.parse_args()
+    missing = [str(path) for path in arguments.files if not path.is_file()]
+    if missing:
+        parser.error(f"files must exist, got {', '.join(missing)}")
     clang = Clang(arguments.clang)
     texts = [f'#line 1 "{path}"\n{path.read_text()}' for path in arguments.files]
     problems = [

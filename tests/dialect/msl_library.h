@@ -79,11 +79,12 @@ FORGE_VECTORS(float, float)
   FORGE_ON_VECTORS(M, uint) \
   FORGE_ON_VECTORS(M, ushort) FORGE_ON_VECTORS(M, long) FORGE_ON_VECTORS(M, ulong)
 // 6.9.2: what moves between the threads of a SIMD-group is at most 32 bits wide and not bool.
-#define FORGE_SIMD_INTEGERS(M)                                                         \
-  M(char)                                                                              \
-  M(uchar)                                                                             \
-  M(short) M(ushort) M(int) M(uint) FORGE_ON_VECTORS(M, int) FORGE_ON_VECTORS(M, uint) \
-      FORGE_ON_VECTORS(M, ushort)
+#define FORGE_SIMD_INTEGERS(M) \
+  M(char)                      \
+  M(uchar)                     \
+  M(short)                     \
+  M(ushort)                    \
+  M(int) M(uint) FORGE_ON_VECTORS(M, int) FORGE_ON_VECTORS(M, uint) FORGE_ON_VECTORS(M, ushort)
 
 namespace metal {
 // 6.2 Common Functions, 6.3 Integer Functions
@@ -244,7 +245,8 @@ simd_vote simd_active_threads_mask();
 // Apple's header but not in the specification.
 template <typename T, int Cols, int Rows>
 struct simdgroup_matrix {
-  static_assert(Cols == 8 && Rows == 8, "a SIMD-group matrix is 8 x 8 (MSL 2.4)");
+  static_assert(Cols == 8 && Rows == 8,
+                "MSL 2.4 SIMD-group Matrix Data Types | a SIMD-group matrix is 8 x 8");
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T);
   __private vec<T, 2>& thread_elements();
@@ -312,10 +314,28 @@ template <bool condition, typename T = void>
 using enable_if_t = typename enable_if<condition, T>::type;
 }  // namespace metal
 
+// Types that shaders here do not use. Their names are taken all the same.
+namespace metal {
+template <typename T, unsigned long N>
+struct array;
+template <typename T, int Cols, int Rows>
+struct matrix;
+template <typename T>
+struct atomic;
+template <typename T>
+struct uniform;
+struct sampler;
+struct ray;
+struct bias;
+struct level;
+}  // namespace metal
+
 // 2.21 Type Conversions and Reinterpreting Data
 template <typename To, typename From>
 To as_type(From) {
-  static_assert(sizeof(To) == sizeof(From), "as_type needs types of one size (MSL 2.21)");
+  static_assert(
+      sizeof(To) == sizeof(From),
+      "MSL 2.21 Type Conversions and Reinterpreting Data | as_type needs types of one size");
   return To();
 }
 // 5.8.1 Specifying Program Scope Function Constants

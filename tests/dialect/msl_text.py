@@ -25,6 +25,9 @@ SPACES = {
     "threadgroup": "__global",
     "constant": "__constant",
 }
+# Words of OpenCL that are plain names in MSL.
+RENAMED = ("global", "local", "generic", "pipe", "read_only", "write_only", "read_write")
+WORDS = {**SPACES, "kernel": "", **{name: name + "_" for name in RENAMED}}
 # MSL copies a trivial struct out of every address space. OpenCL's implicit copies leave out
 # constant; defaulted on first declaration they keep the struct trivial and an aggregate.
 COPIES = (
@@ -166,7 +169,7 @@ class Shader:
         self.derived_records: list[Token] = []
         self.tokens = self._take_attributes()
         for token in self.tokens:
-            token.out = SPACES.get(token.text, "" if token.text == "kernel" else token.text)
+            token.out = WORDS.get(token.text, token.text)
         self._vectors: dict[str, str] = {}  # names declared for a vector type -> its own
         self._scan(0, len(self.tokens), "namespace", None, 0)
         self._call_constructors()
@@ -357,10 +360,12 @@ def brace_kind(texts: list[str], scope: str) -> str:
     """Say what an opening brace begins, from what stands before it in its statement."""
     if "namespace" in texts[:2]:
         return "namespace"
+    if "enum" in texts[:2]:
+        return "initialiser"
     record = any(word in texts[:2] for word in ("struct", "class", "union"))
     if record and "(" not in texts and "=" not in texts:
         return "record"
-    if "enum" not in texts[:2] and scope in ("namespace", "record") and "(" in texts:
+    if scope in ("namespace", "record") and "(" in texts:
         return "function"
     if scope == "function" and (not texts or texts[-1] in (")", "else", "do", ":", "const")):
         return "block"

@@ -79,7 +79,7 @@ class Tree:
         offset = position(node)
         if kind in FUNCTIONS:
             function = self._enter(node)
-        skipped = node.get("isImplicit", False) or (offset >= 0 and self._is_ours(offset))
+        skipped = node.get("isImplicit", False) or self._is_ours(offset)
         if not skipped:
             yield from self._check(node, kind, parent)
         self._note_call(node, function)
