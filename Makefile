@@ -2,6 +2,7 @@
 # make test: build everything and run all tests, C++ and Python.
 # make bench: time forge against other implementations, see docs/benchmarks.md.
 # make test-neon: the C++ tests for 64-bit ARM under an emulator (needs NEON_TOOLS).
+# make test-metal: the Metal backend on the software device, and the build for Macs, without a Mac.
 # They need Python >= 3.10, make and a C++17 compiler; the rest is made in .venv and build/.
 PYTHON ?= python3
 VENV := .venv
@@ -15,9 +16,16 @@ NEON_TOOLS := aarch64-linux-gnu-g++ qemu-aarch64
 FLOAT_STRIDE ?= 97
 # Exact versions: another one formats otherwise.
 LINT_TOOLS := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5 check-jsonschema==0.39.0
+MACHO_TOOLS := lief==1.0.0
 CASE_STRIDE ?= 1
+# The module of the software Metal device is another build of the same package.
+SOFTWARE := .venv-software
+SOFTWARE_PY := $(SOFTWARE)/bin/python
+SOFTWARE_PIP := $(SOFTWARE_PY) -m pip --disable-pip-version-check
+# What zig builds of its C++ library, a minute for each system, serves all builds.
+export ZIG_GLOBAL_CACHE_DIR ?= $(CURDIR)/build/zig-cache
 
-.PHONY: demo test bench test-neon test-neon-reduced sanitize lint clean
+.PHONY: demo test bench test-neon test-neon-reduced test-metal test-software test-macos sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -27,13 +35,11 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" \
 	  -r benchmarks/requirements.txt
-	@# A clang, for the shaders: on a Mac there is one.
-	test "$$(uname)" != Linux || $(PIP) install --quiet --no-deps --require-hashes \
-	  -r cmake/requirements-zig.txt
 	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
 	$(VENV)/bin/cmake --build build/$(PRESET)
 	$(VENV)/bin/ctest --preset $(PRESET)
+	@$(MAKE) --no-print-directory test-metal
 	@$(MAKE) --no-print-directory test-neon-reduced
 
 # Cross-built, then run under qemu-user. Functions of one float are tried on every FLOAT_STRIDE-th,
@@ -55,6 +61,30 @@ test-neon-reduced:
 	  exec $(MAKE) --no-print-directory test-neon FLOAT_STRIDE=10007 CASE_STRIDE=11; fi; \
 	echo "NEON: SKIPPED, missing:$$missing (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)"; \
 	test -z "$$FORGE_REQUIRE_NEON"
+
+# Both need zig's clang, from the package index; with FORGE_REQUIRE_METAL set its absence is a failure.
+test-metal: $(SOFTWARE)/.tools
+	@if $(SOFTWARE_PIP) install --quiet --no-deps --require-hashes -r cmake/requirements-zig.txt; then \
+	  $(MAKE) --no-print-directory test-software && exec $(MAKE) --no-print-directory test-macos; fi; \
+	echo "METAL: SKIPPED, the ziglang wheel (cmake/requirements-zig.txt) cannot be installed"; \
+	test -z "$$FORGE_REQUIRE_METAL"
+
+test-software: $(SOFTWARE)/.tools
+	$(SOFTWARE_PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" \
+	  -r benchmarks/requirements.txt
+	$(SOFTWARE_PIP) install --quiet --no-build-isolation -C build-dir=build/software \
+	  -C cmake.define.FORGE_METAL=software -C cmake.define.FORGE_TESTS=ON \
+	  -C cmake.define.FORGE_WERROR=ON .
+	$(SOFTWARE)/bin/ctest --test-dir build/software --output-on-failure
+
+test-macos: $(SOFTWARE)/.tools
+	$(SOFTWARE_PIP) install --quiet $(MACHO_TOOLS)
+	$(SOFTWARE)/bin/cmake --preset macos-cross -G Ninja \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(SOFTWARE)/bin/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(SOFTWARE_PY) \
+	  -Dpybind11_DIR=$$($(SOFTWARE_PY) -m pybind11 --cmakedir)
+	$(SOFTWARE)/bin/cmake --build build/macos-cross
+	$(SOFTWARE)/bin/ctest --preset macos-cross
 
 # A peer that cannot be installed is left out of the run.
 bench: $(VENV)/.installed
@@ -86,12 +116,12 @@ $(VENV)/.installed: $(VENV)/.tools pyproject.toml CMakeLists.txt README.md \
 	$(PIP) install --quiet --no-build-isolation -C build-dir=build/wheel .
 	@touch $@
 
-$(VENV)/.tools:
+$(VENV)/.tools $(SOFTWARE)/.tools:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "forge needs Python 3.10 or later; set PYTHON=python3.x"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet "scikit-build-core>=0.10" "pybind11>=2.13" "cmake>=3.23" ninja
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet "scikit-build-core>=0.10" "pybind11>=2.13" "cmake>=3.23" ninja
 	@touch $@
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(SOFTWARE)

@@ -49,6 +49,8 @@ function(forge_add_metal)
   add_library(forge_metal OBJECT ${ARGN} ${FORGE_SHADER_SOURCE})
   target_include_directories(forge_metal PRIVATE csrc)
   target_include_directories(forge_metal SYSTEM PRIVATE ${METAL_CPP_DIR})
+  # Another module in the process may bring its own metal-cpp.
+  target_compile_definitions(forge_metal PRIVATE METALCPP_SYMBOL_VISIBILITY_HIDDEN)
   target_compile_options(forge_metal PRIVATE -fblocks)
   forge_strict_compile(forge_metal)
   target_sources(forge_core PRIVATE $<TARGET_OBJECTS:forge_metal>)

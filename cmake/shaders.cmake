@@ -14,12 +14,12 @@ set(FORGE_FLAT_SHADERS ${PROJECT_BINARY_DIR}/shaders/forge.metal)
 set(FORGE_SHADER_SOURCE ${PROJECT_BINARY_DIR}/shaders/shader_source.cpp)
 
 function(forge_flatten_shaders)
-  file(GLOB sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/shaders/* ${PROJECT_SOURCE_DIR}/csrc/shared/*)
-  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
-    ${sources} ${PROJECT_SOURCE_DIR}/cmake/flatten_shaders.py)
+  cmake_path(GET CMAKE_CURRENT_FUNCTION_LIST_DIR PARENT_PATH root)
+  file(GLOB sources CONFIGURE_DEPENDS ${root}/shaders/* ${root}/csrc/shared/*)
+  set(script ${root}/cmake/flatten_shaders.py)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${sources} ${script})
   execute_process(
-    COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/flatten_shaders.py
-      --root ${PROJECT_SOURCE_DIR} --std ${FORGE_METAL_STD}
+    COMMAND ${Python_EXECUTABLE} ${script} --root ${root} --std ${FORGE_METAL_STD}
       --metal ${FORGE_FLAT_SHADERS} --cpp ${FORGE_SHADER_SOURCE}
     COMMAND_ERROR_IS_FATAL ANY)
 endfunction()
