@@ -1,5 +1,8 @@
 """Memory layouts: any strides in place, outputs plain, out= the very array handed in."""
 
+import mmap
+import sys
+
 import forge
 import numpy as np
 import pytest
@@ -56,6 +59,8 @@ def from_bytes(x):
     return np.frombuffer(x.tobytes(), np.float32).reshape(x.shape)
 
 
+# Python 3.13 names it in mmap.
+NORESERVE = {"linux": 0x4000, "darwin": 0x40}.get(sys.platform, 0)
 METAL = forge.build_config()["metal"]
 
 IN_PLACE_LAYOUTS = [
@@ -354,3 +359,23 @@ def test_an_output_between_the_rows_of_an_input(inputs, backend, kernel):
     np.testing.assert_array_equal(
         buffer[:, 1::2], forge.attention(q, k, v, backend=backend, kernel=kernel)
     )
+
+
+@pytest.mark.skipif(METAL == "metal", reason="a GPU may take no buffer of 9 GB")
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "dq", "dk", "dv"])
+def test_rows_further_apart_than_32_bits_count(name, rng, backend, kernel):
+    """Two rows 2**31 elements apart; of the memory between them no page is ever touched."""
+    apart = 2**31
+    shape = (1, 2, 1, 4)
+    size = 4 * (apart + 4)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    whole = np.frombuffer(mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, flags), "f4")
+    far = np.lib.stride_tricks.as_strided(whole, shape, (16, 4 * apart, 16, 4))
+    inputs = dict(zip(("q", "k", "v", "dout"), random_inputs(rng, Tq=2, H=1, hd=4), strict=True))
+    want = run(**inputs, backend=backend, kernel=kernel)
+    if name in inputs:
+        far[:] = inputs[name]
+        assert_same_bits(run(**inputs | {name: far}, backend=backend, kernel=kernel), want)
+    else:
+        forge.attention_backward(inputs["dout"], want.saved, **{name: far})
+        np.testing.assert_array_equal(far, getattr(want, name))
