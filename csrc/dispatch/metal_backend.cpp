@@ -1,8 +1,10 @@
 #include "dispatch/metal_backend.h"
 
+#include <string>
 #include <utility>
 
 #include "metal/attention.h"
+#include "shared/fused_tiling.h"
 
 namespace forge {
 namespace {
@@ -20,8 +22,10 @@ class MetalBackend final : public Backend {
     if (problem.dtype != DType::kFloat32) {
       return {false, "Metal has no float64; float64 needs backend='cpu'"};
     }
-    if (problem.family != Family::kMaterialized) {
-      return {false, "Metal has no fused kernels yet; it needs kernel='materialized'"};
+    if (problem.family == Family::kFused && problem.params.hd > kMaxFusedHeadDim) {
+      return {false, "the fused Metal kernels take head dims 1 to " +
+                         std::to_string(kMaxFusedHeadDim) + ", got " +
+                         std::to_string(problem.params.hd)};
     }
     return {true, ""};
   }

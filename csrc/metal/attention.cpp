@@ -40,9 +40,9 @@ class Call {
   void optional_dlse(const float* dlse) {
     if (dlse != nullptr) per_row(kBufferDlse, "dlse", Access::kRead, dlse);
   }
-  void d_row_of_its_own() {
-    buffers_.add_private(kBufferDRow, "d_row", nullptr,
-                         static_cast<std::size_t>(query_rows()) * sizeof(float));
+  // Memory of the call's own.
+  void scratch(BufferIndex slot, const char* name, Int64 floats) {
+    buffers_.add_private(slot, name, nullptr, static_cast<std::size_t>(floats) * sizeof(float));
   }
 
   Ran run(std::initializer_list<Kernel> kernels) {
@@ -69,13 +69,12 @@ class Call {
   CommandStream stream_;
 };
 
-// What the dq and the dk/dv kernel read.
-void add_backward_inputs(Call& call, Int64 Tk, const BackwardArrays<float>& arrays) {
+// What the dq and the dk/dv kernels of both families read.
+void add_backward_inputs(Call& call, const BackwardArrays<float>& arrays) {
   call.query_like(kBufferQ, "q", Access::kRead, arrays.q, &AttnParams::q);
   call.key_like(kBufferK, "k", Access::kRead, arrays.k, &AttnParams::k);
   call.key_like(kBufferV, "v", Access::kRead, arrays.v, &AttnParams::v);
   call.query_like(kBufferDout, "dout", Access::kRead, arrays.dout, &AttnParams::dout);
-  call.per_row(kBufferP, "probs", Access::kRead, arrays.p, Tk);
 }
 
 void add_dq(Call& call, Access access, const BackwardArrays<float>& arrays) {
@@ -102,50 +101,71 @@ Ran attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays,
                   const OwnedMemory& owned) {
   const AutoreleasePool pool;
   Call call(problem, owned);
+  const AttnParams& params = call.params();
   call.query_like(kBufferQ, "q", Access::kRead, arrays.q, &AttnParams::q);
   call.key_like(kBufferK, "k", Access::kRead, arrays.k, &AttnParams::k);
   call.key_like(kBufferV, "v", Access::kRead, arrays.v, &AttnParams::v);
   call.query_like(kBufferO, "out", Access::kWrite, arrays.o, &AttnParams::o);
-  call.per_row(kBufferP, "probs", Access::kWrite, arrays.p, problem.params.Tk);
   call.per_row(kBufferRowMax, "row_max", Access::kWrite, arrays.stats.row_max);
   call.per_row(kBufferRowSum, "row_sum", Access::kWrite, arrays.stats.row_sum);
-  return call.run({materialized::fwd(call.params())});
+  if (problem.family == Family::kMaterialized) {
+    call.per_row(kBufferP, "probs", Access::kWrite, arrays.p, params.Tk);
+    return call.run({materialized::fwd(params)});
+  }
+  if (!fused::is_decode(params)) return call.run({fused::fwd(params)});
+  call.scratch(kBufferPartial, "partial", fused::decode_partial_size(params));
+  return call.run({fused::decode(params), fused::decode_combine(params)});
 }
 
 Ran attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, bool accumulate,
                   const OwnedMemory& owned) {
   const AutoreleasePool pool;
-  const Access access = accumulate ? Access::kAddToContent : Access::kAddToZero;
+  const bool is_fused = problem.family == Family::kFused;
   Call call(problem, owned);
-  add_backward_inputs(call, problem.params.Tk, arrays);
+  const AttnParams& params = call.params();
+  add_backward_inputs(call, arrays);
   call.query_like(kBufferO, "out", Access::kRead, arrays.o, &AttnParams::o);
   call.optional_dlse(arrays.dlse);
-  call.d_row_of_its_own();
+  call.scratch(kBufferDRow, "d_row", params.B * params.H * params.Tq);
+  // The fused kernels write what the materialized ones add to.
+  const Access access = accumulate ? Access::kAddToContent
+                        : is_fused ? Access::kWrite
+                                   : Access::kAddToZero;
   add_dq(call, access, arrays);
   add_dkv(call, access, arrays);
-  return call.run({materialized::bwd_d(call.params(), arrays.dlse != nullptr),
-                   materialized::bwd_dq(call.params()), materialized::bwd_dkv(call.params())});
+  const bool has_dlse = arrays.dlse != nullptr;
+  if (is_fused) {
+    call.per_row(kBufferRowMax, "row_max", Access::kRead, arrays.stats.row_max);
+    call.per_row(kBufferRowSum, "row_sum", Access::kRead, arrays.stats.row_sum);
+    return call.run({fused::bwd_d(params, has_dlse), fused::bwd_dq(params, accumulate),
+                     fused::bwd_dkv(params, accumulate)});
+  }
+  call.per_row(kBufferP, "probs", Access::kRead, arrays.p, params.Tk);
+  return call.run({materialized::bwd_d(params, has_dlse), materialized::bwd_dq(params),
+                   materialized::bwd_dkv(params)});
 }
 
 Ran run_kernel(BackwardKernel kernel, const Problem& problem, const BackwardArrays<float>& arrays,
                const OwnedMemory& owned) {
   const AutoreleasePool pool;
   Call call(problem, owned);
+  const AttnParams& params = call.params();
   if (kernel == BackwardKernel::kD) {
     call.query_like(kBufferO, "o", Access::kRead, arrays.o, &AttnParams::o);
     call.query_like(kBufferDout, "dout", Access::kRead, arrays.dout, &AttnParams::dout);
     call.optional_dlse(arrays.dlse);
     call.per_row(kBufferDRow, "d_row", Access::kWrite, arrays.d_row);
-    return call.run({materialized::bwd_d(call.params(), arrays.dlse != nullptr)});
+    return call.run({materialized::bwd_d(params, arrays.dlse != nullptr)});
   }
-  add_backward_inputs(call, problem.params.Tk, arrays);
+  add_backward_inputs(call, arrays);
+  call.per_row(kBufferP, "p", Access::kRead, arrays.p, params.Tk);
   call.per_row(kBufferDRow, "d_row", Access::kRead, arrays.d_row);
   if (kernel == BackwardKernel::kDq) {
     add_dq(call, Access::kAddToContent, arrays);
-    return call.run({materialized::bwd_dq(call.params())});
+    return call.run({materialized::bwd_dq(params)});
   }
   add_dkv(call, Access::kAddToContent, arrays);
-  return call.run({materialized::bwd_dkv(call.params())});
+  return call.run({materialized::bwd_dkv(params)});
 }
 
 }  // namespace forge::metal

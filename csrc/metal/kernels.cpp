@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "shared/fused_tiling.h"
+
 namespace forge::metal {
 namespace {
 
@@ -56,5 +58,86 @@ Kernel bwd_dkv(const AttnParams& params) {
 }
 
 }  // namespace materialized
+
+namespace fused {
+namespace {
+
+FusedTiling tiling_of(const AttnParams& params) { return fused_tiling(kAnyGpu, params.hd); }
+
+std::string instance(const char* kernel, const AttnParams& params) {
+  return std::string(kernel) + "_hd" + std::to_string(tiling_of(params).head_dim);
+}
+
+Switches fused_switches(const AttnParams& params, bool accumulate = false) {
+  Switches switches = switches_of(params);
+  switches.has_causal = params.causal != 0;
+  switches.has_window = params.window_left >= 0 || params.window_right >= 0;
+  switches.accumulate = accumulate;
+  return switches;
+}
+
+// Tiles over the query rows of each group of heads that share a key/value head.
+Int64 query_tiles(const AttnParams& params) {
+  return params.B * params.Hkv * tiles_of(params.H / params.Hkv * params.Tq);
+}
+
+// `products` for each row of a tile and each of the `length` rows on the other side that it may
+// meet.
+double tile_cost(const AttnParams& params, Int64 length, int products) {
+  const double reach =
+      std::min(most_visible(params, length) + kQueryRows, static_cast<double>(length));
+  return kQueryRows * reach *
+         (products * static_cast<double>(tiling_of(params).head_dim) + kFmasPerScore);
+}
+
+}  // namespace
+
+bool is_decode(const AttnParams& params) {
+  return params.Tq <= kMaxDecodeQueries && decode_splits(params.Tk) > 1;
+}
+
+Int64 decode_partial_size(const AttnParams& params) {
+  return query_rows(params) * decode_splits(params.Tk) * decode_partial_floats(params.hd);
+}
+
+Kernel fwd(const AttnParams& params) {
+  return {instance("attention_fused_fwd", params), fused_switches(params), query_tiles(params),
+          tile_cost(params, params.Tk, 2), forward_simdgroups(tiling_of(params)) * kSimdgroupWidth};
+}
+
+Kernel decode(const AttnParams& params) {
+  const Int64 splits = decode_splits(params.Tk);
+  return {instance("attention_decode", params), fused_switches(params),
+          query_tiles(params) * splits,
+          tile_cost(params, params.Tk, 2) / static_cast<double>(splits),
+          forward_simdgroups(tiling_of(params)) * kSimdgroupWidth};
+}
+
+Kernel decode_combine(const AttnParams& params) {
+  return {"attention_decode_combine", fused_switches(params), query_rows(params),
+          static_cast<double>(decode_splits(params.Tk)) * params.hd, kSimdgroupWidth};
+}
+
+Kernel bwd_d(const AttnParams& params, bool has_dlse) {
+  Switches switches = fused_switches(params);
+  switches.has_dlse = has_dlse;
+  return {"attention_fused_bwd_d", switches, tiles_of(query_rows(params)),
+          static_cast<double>(kQueryRows) * params.hd, kQueryRows / kBlockSize * kSimdgroupWidth};
+}
+
+Kernel bwd_dq(const AttnParams& params, bool accumulate) {
+  return {instance("attention_fused_bwd_dq", params), fused_switches(params, accumulate),
+          query_tiles(params), tile_cost(params, params.Tk, 3),
+          backward_simdgroups(tiling_of(params)) * kSimdgroupWidth};
+}
+
+Kernel bwd_dkv(const AttnParams& params, bool accumulate) {
+  return {instance("attention_fused_bwd_dkv", params), fused_switches(params, accumulate),
+          params.B * params.Hkv * tiles_of(params.Tk),
+          tile_cost(params, params.Tq, 4) * (params.H / params.Hkv),
+          backward_simdgroups(tiling_of(params)) * kSimdgroupWidth};
+}
+
+}  // namespace fused
 
 }  // namespace forge::metal

@@ -25,4 +25,17 @@ Kernel bwd_dq(const AttnParams& params);
 Kernel bwd_dkv(const AttnParams& params);
 }  // namespace materialized
 
+// Of each head dim the instantiation that fits; grids of tiles of 32 rows.
+namespace fused {
+// Few queries against many keys: the keys are split, and attention_decode_combine follows.
+bool is_decode(const AttnParams& params);
+Int64 decode_partial_size(const AttnParams& params);  // floats
+Kernel fwd(const AttnParams& params);
+Kernel decode(const AttnParams& params);
+Kernel decode_combine(const AttnParams& params);
+Kernel bwd_d(const AttnParams& params, bool has_dlse);
+Kernel bwd_dq(const AttnParams& params, bool accumulate);
+Kernel bwd_dkv(const AttnParams& params, bool accumulate);
+}  // namespace fused
+
 }  // namespace forge::metal

@@ -15,11 +15,17 @@ namespace forge::metal {
 struct Switches {
   bool has_softcap = false;
   bool has_dlse = false;
+  bool has_causal = false;
+  bool has_window = false;
+  bool accumulate = false;
 
   template <typename Visit>
   void list(Visit&& visit) const {
     visit(kConstantHasSoftcap, has_softcap);
     visit(kConstantHasDlse, has_dlse);
+    visit(kConstantHasCausal, has_causal);
+    visit(kConstantHasWindow, has_window);
+    visit(kConstantAccumulate, accumulate);
   }
 };
 
