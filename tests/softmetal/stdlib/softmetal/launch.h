@@ -67,6 +67,8 @@ struct Thread {
   uint32_t operations;             // simdgroup operations so far
   alignas(16) char values[2][16];  // what it gave to the last two of them
   void* operands[4];
+  void* stack_pointer;  // while it waits
+  int line;             // where it waits
 };
 
 struct ThreadgroupState {
