@@ -73,7 +73,7 @@ class Parameter:
 @dataclass
 class Kernel:
     name: str
-    template: bool
+    template: str  # `template <...>`, or nothing
     parameters: list[Parameter]
     max_threads: str
     words: frozenset[str]  # every name that its body and parameters use
@@ -414,9 +414,18 @@ class Parser:
             i = end + 1
         return found, i
 
+    def template_header(self, end: int) -> str:
+        """`template <...>` where the token before `end` closes one, else nothing."""
+        begin = end - 1
+        if self.text(begin) != ">":
+            return ""
+        while self.text(begin) != "template":
+            begin -= 1
+        return self.source(begin, end)
+
     def kernel(self, i: int) -> int:
         token = self.tokens[i]
-        template = self.text(i - 1) == ">"
+        template = self.template_header(i)
         attributes: dict[str, str] = {}
         while self.text(i) in ("kernel", "[["):
             if self.text(i) == "kernel":

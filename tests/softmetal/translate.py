@@ -150,13 +150,24 @@ def kernel_tables(
     return "\n".join(lines)
 
 
+def max_threads(kernel: msl.Kernel, function: str) -> str:
+    """The kernel's own limit; a template's depends on its arguments."""
+    if kernel.max_threads and kernel.template:
+        return function.replace(kernel.name, f"max_threads_{kernel.name}", 1)
+    return kernel.max_threads or "0"
+
+
+def max_threads_template(kernel: msl.Kernel) -> str:
+    return f"{kernel.template} constexpr int max_threads_{kernel.name} = {kernel.max_threads};"
+
+
 def kernel_entry(program: msl.Program, kernel: msl.Kernel, host: str, function: str, n: int) -> str:
     used = words_used(program, kernel.words) | {p.enabled_by for p in kernel.parameters}
     constants = sum(c.name in used for c in program.constants)
     return (
         f'    {{"{host}", softmetal::run_kernel<decltype({function}), {function}, sources_{n}>, '
         f"arguments_{n}, {len(kernel.parameters)}, constants_{n}, {constants}, "
-        f"{kernel.max_threads or 0}}},"
+        f"{max_threads(kernel, function)}}},"
     )
 
 
@@ -198,6 +209,7 @@ def translate(text: bytes, name: str) -> str:
     epilogue = [
         '#line 1 "kernel table"',
         "namespace {",
+        *(max_threads_template(k) for k in program.kernels if k.template and k.max_threads),
         *tables,
         "const softmetal::Kernel kernel_table[] = {",
         *kernels,
