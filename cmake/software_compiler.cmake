@@ -25,3 +25,5 @@ endfunction()
 if(NOT CMAKE_CXX_COMPILER)
   forge_choose_clang()
 endif()
+# For the sake of link-time optimization zig would build its C++ library once more.
+set(CMAKE_INTERPROCEDURAL_OPTIMIZATION OFF)
