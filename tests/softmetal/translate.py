@@ -73,6 +73,7 @@ def declared(declarator: msl.Declarator, number: int) -> str:
 
 def replacements(program: msl.Program) -> list[tuple[int, int, str]]:
     found = [(begin, end, "") for begin, end in program.removed]
+    found += [(end, end, "f") for end in program.floats]
     found += [(begin, end, "softmetal::pointer_cast") for begin, end in program.casts]
     for number, declarator in enumerate(
         sorted(

@@ -47,6 +47,10 @@ def body_of(text: str) -> str:
         ),
         ("threadgroup int n;", 'auto n = softmetal::threadgroup_scalar<int>(0, "n");'),
         ("auto x = out[a[0]];", "auto x = softmetal::value_of(out[a[0]]);"),
+        (
+            "x = 1.0 + 2. * .5 - 1e3 + 1.5e-2 + 2.0f + 3 + 0x1e3;",
+            "x = 1.0f + 2.f * .5f - 1e3f + 1.5e-2f + 2.0f + 3 + 0x1e3;",
+        ),
         ("threadgroup_barrier(f); // device x", "threadgroup_barrier(f); // device x"),
     ],
 )
@@ -125,6 +129,7 @@ def test_instantiations() -> None:
             '\ntemplate [[host_name("x")]] [[kernel]] decltype(f<1>) f<2>;',
             "should be the same",
         ),
+        ("\n#define HALF 0.5\n", "needs the suffix f"),
         ("\nvertex void v() {}", "not supported"),
         (
             "\nkernel void k(device float* o [[buffer(0), function_constant(no)]]) {}",
