@@ -50,9 +50,9 @@ class Parameter:
 @dataclass
 class Kernel:
     name: str
-    template: bool
+    template: str  # `template <...>`, or ""
     parameters: list[Parameter]
-    max_threads: str
+    max_threads: str  # in terms of the template's parameters
     words: frozenset[str]  # every name that its body and parameters use
     at: Token
 
@@ -140,7 +140,7 @@ class Parser(Tokens):
     def attribute(self, i: int) -> int:
         end = self.closing[i]
         known = ("kernel", "unroll", "maybe_unused", "nodiscard", "fallthrough")
-        if self.text(i + 1) == "kernel":
+        if self.text(i + 1) in ("kernel", "max_total_threads_per_threadgroup"):
             return self.kernel(i)
         if self.text(i + 1) not in known:
             raise fail(self.tokens[i], f"attribute [[{self.source(i + 1, end)}]] is not understood")
@@ -283,7 +283,7 @@ class Parser(Tokens):
 
     def kernel(self, i: int) -> int:
         token = self.tokens[i]
-        template = self.text(i - 1) == ">"
+        template = self.template_head(i)
         attributes: dict[str, str] = {}
         while self.text(i) in ("kernel", "[["):
             if self.text(i) == "kernel":

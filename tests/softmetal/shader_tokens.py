@@ -157,3 +157,14 @@ class Tokens:
             if self.text(i) != "::":
                 return i
             i += 1
+
+    def template_head(self, i: int) -> str:
+        """The `template <...>` that ends before token i."""
+        if self.text(i - 1) != ">":
+            return ""
+        first = i - 1
+        while self.text(first) != "template":
+            first -= 1
+            if first < 0:
+                raise fail(self.tokens[i], "a kernel after '>' that is no template")
+        return self.source(first, i)

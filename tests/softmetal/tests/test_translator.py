@@ -143,6 +143,19 @@ def test_refusals(source: str, message: str) -> None:
     assert str(caught.value).startswith("t.metal:2: error: ")
 
 
+def test_thread_limits() -> None:
+    text = (
+        "template <int N> [[kernel, max_total_threads_per_threadgroup(N * 2)]]\n"
+        "void f(device float* o [[buffer(0)]]) {}\n"
+        'template [[host_name("f_8")]] [[kernel]] decltype(f<8>) f<8>;\n'
+        "[[max_total_threads_per_threadgroup(64)]] kernel void g(device float* o [[buffer(0)]]) {}"
+    )
+    result = translate.translate(text.encode(), "t.metal")
+    assert "template <int N> constexpr int max_threads_of_f = N * 2;" in result
+    assert "constants_1, 0, max_threads_of_f<8>}," in result
+    assert "constants_0, 0, 64}," in result
+
+
 def test_errors_follow_line_marks() -> None:
     text = '#line 40 "shaders/a.h"\n\ndevice float x;\n'
     with pytest.raises(msl.MslError, match=r"shaders/a\.h:41: error"):
