@@ -51,7 +51,9 @@ function(forge_add_metal)
   target_include_directories(forge_metal SYSTEM PRIVATE ${METAL_CPP_DIR})
   # Another module in the process may bring its own metal-cpp.
   target_compile_definitions(forge_metal PRIVATE METALCPP_SYMBOL_VISIBILITY_HIDDEN)
-  target_compile_options(forge_metal PRIVATE -fblocks)
+  # metal-cpp calls members of nil, as at the end of an empty SharedPtr: without the second flag the
+  # compiler concludes that the pointer was never nil, and drops the checks for it.
+  target_compile_options(forge_metal PRIVATE -fblocks -fno-delete-null-pointer-checks)
   forge_strict_compile(forge_metal)
   target_sources(forge_core PRIVATE $<TARGET_OBJECTS:forge_metal>)
   if(FORGE_METAL_MODE STREQUAL "software")

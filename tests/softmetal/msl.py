@@ -11,36 +11,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from shader_tokens import OPENING, MslError, Token, Tokens, fail, text_hash
+
+__all__ = ["MslError", "Program", "fail", "parse", "text_hash"]
+
 ADDRESS_SPACES = ("device", "constant", "threadgroup", "thread")
+UNSUFFIXED = re.compile(r"(\d[\d']*\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 UNSUPPORTED = ("ray_data", "object_data", "threadgroup_imageblock", "vertex", "fragment")
-
-TOKEN = re.compile(
-    r"""
-    (?P<space>\s+|//[^\n]*|/\*.*?\*/)
-  | (?P<directive>\#(?:[^\n\\]|\\.|\\\n)*)
-  | (?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
-  | (?P<number>\.?\d(?:[eEpP][+-]|[\w.'])*)
-  | (?P<name>[A-Za-z_]\w*)
-  | (?P<mark>\[\[|\]\]|::|->|[-+*/%&|^=!<>]=|&&|\|\||\+\+|--|.)
-    """,
-    re.VERBOSE | re.DOTALL,
-)
-LINE_MARK = re.compile(r'#\s*line\s+(\d+)(?:\s+"([^"]*)")?')
-OPENING = {"(": ")", "{": "}", "[": "]", "[[": "]]"}
-
-
-class MslError(Exception):
-    """A piece of a shader that is not understood, and where it stands."""
-
-
-@dataclass(frozen=True)
-class Token:
-    kind: str  # string, number, name, mark
-    text: str
-    begin: int
-    end: int
-    file: str
-    line: int
 
 
 @dataclass
@@ -73,9 +50,9 @@ class Parameter:
 @dataclass
 class Kernel:
     name: str
-    template: str  # `template <...>`, or nothing
+    template: str  # `template <...>`, or ""
     parameters: list[Parameter]
-    max_threads: str
+    max_threads: str  # in terms of the template's parameters
     words: frozenset[str]  # every name that its body and parameters use
     at: Token
 
@@ -108,109 +85,17 @@ class Program:
     autos: list[tuple[int, int]]  # initializers of `auto x = ...`
     casts: list[tuple[int, int]]  # `reinterpret_cast` words before an address-space pointer
     removed: list[tuple[int, int]]  # words and attributes that C++ does not know
+    floats: list[int]  # ends of literals such as 1.0, which C++ takes for doubles
     functions: dict[str, set[str]]  # names that each function of the text uses
 
 
-def text_hash(text: bytes) -> int:
-    """FNV-1a, 64 bits, as the device computes it."""
-    value = 0xCBF29CE484222325
-    for byte in text:
-        value = ((value ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
-    return value
+class Parser(Tokens):
+    """Walks over the tokens once; each method handles one construct and returns where to go on."""
 
-
-def fail(token: Token, message: str) -> MslError:
-    return MslError(f"{token.file}:{token.line}: error: {message}")
-
-
-def tokenize(text: str, name: str) -> list[Token]:
-    tokens = []
-    file, line, position = name, 1, 0
-    while position < len(text):
-        match = TOKEN.match(text, position)
-        assert match is not None  # the last alternative takes anything
-        kind, piece = str(match.lastgroup), match.group()
-        if kind == "directive":
-            mark = LINE_MARK.match(piece)
-            if mark:
-                line, file = int(mark.group(1)) - 1, mark.group(2) or file
-        elif kind != "space":
-            tokens.append(Token(kind, piece, position, match.end(), file, line))
-        line += piece.count("\n")
-        position = match.end()
-    return tokens
-
-
-class Parser:
     def __init__(self, text: str, name: str) -> None:
-        self.tokens = tokenize(text, name)
-        self.program = Program(text, [], [], [], [], [], [], [], {})
-        self.closing = self.match_brackets()
+        super().__init__(text, name)
+        self.program = Program(text, [], [], [], [], [], [], [], [], {})
         self.kernel_end = -1  # the token that closes the kernel we are in
-
-    # Tokens
-
-    def text(self, i: int) -> str:
-        return self.tokens[i].text if 0 <= i < len(self.tokens) else ""
-
-    def name(self, i: int) -> str:
-        if i >= len(self.tokens) or self.tokens[i].kind != "name":
-            raise fail(self.tokens[min(i, len(self.tokens) - 1)], "expected a name")
-        return self.tokens[i].text
-
-    def source(self, first: int, end: int) -> str:
-        """The text of tokens [first, end)."""
-        if first >= end:
-            return ""
-        return self.program.text[self.tokens[first].begin : self.tokens[end - 1].end]
-
-    def match_brackets(self) -> dict[int, int]:
-        closing: dict[int, int] = {}
-        stack: list[int] = []
-        for i, token in enumerate(self.tokens):
-            if token.kind != "mark":
-                continue
-            if token.text in OPENING:
-                stack.append(i)
-            elif token.text in (")", "}", "]", "]]"):
-                # `a[b[c]]` ends in two brackets that look like an attribute's end.
-                if token.text == "]]" and stack and self.text(stack[-1]) == "[":
-                    self.split(i)
-                    return self.match_brackets()
-                if not stack or OPENING[self.text(stack[-1])] != token.text:
-                    raise fail(token, f"unmatched '{token.text}'")
-                closing[stack.pop()] = i
-        if stack:
-            raise fail(self.tokens[stack[-1]], f"unmatched '{self.text(stack[-1])}'")
-        return closing
-
-    def split(self, i: int) -> None:
-        old = self.tokens[i]
-        half = old.begin + 1
-        self.tokens[i : i + 1] = [
-            Token("mark", old.text[0], old.begin, half, old.file, old.line),
-            Token("mark", old.text[1], half, old.end, old.file, old.line),
-        ]
-
-    def skip_angles(self, i: int) -> int:
-        """The token after a template argument list that opens at i."""
-        depth, first = 0, i
-        while i < len(self.tokens):
-            text = self.text(i)
-            if text in OPENING:
-                i = self.closing[i]
-            elif text == "<":
-                depth += 1
-            elif text == ">":
-                depth -= 1
-                if depth == 0:
-                    return i + 1
-            elif text in (";", ">="):
-                break
-            i += 1
-        raise fail(self.tokens[first], "template arguments that are not closed")
-
-    # Pieces
 
     def parse(self) -> Program:
         i = 0
@@ -221,6 +106,8 @@ class Parser:
     def step(self, i: int) -> int:
         """Handles what starts at token i; returns where to go on."""
         token = self.tokens[i]
+        if token.kind == "number" and UNSUFFIXED.fullmatch(token.text):
+            self.program.floats.append(token.end)
         if token.kind != "name":
             return self.attribute(i) if token.text == "[[" else i + 1
         if token.text in ADDRESS_SPACES:
@@ -253,7 +140,7 @@ class Parser:
     def attribute(self, i: int) -> int:
         end = self.closing[i]
         known = ("kernel", "unroll", "maybe_unused", "nodiscard", "fallthrough")
-        if self.text(i + 1) == "kernel":
+        if self.text(i + 1) in ("kernel", "max_total_threads_per_threadgroup"):
             return self.kernel(i)
         if self.text(i + 1) not in known:
             raise fail(self.tokens[i], f"attribute [[{self.source(i + 1, end)}]] is not understood")
@@ -274,26 +161,6 @@ class Parser:
             raise fail(self.tokens[i], "one auto variable a declaration, please")
         self.program.autos.append((self.tokens[i + 3].begin, self.tokens[end - 1].end))
         return i + 3
-
-    def type_end(self, i: int) -> int:
-        """The token after a type name without const, `*` and `&`."""
-        words = ("unsigned", "signed", "long", "short", "int", "char")
-        if self.text(i) in words:
-            while self.text(i) in words:
-                i += 1
-            return i
-        if self.text(i) == "typename":
-            i += 1
-        if self.text(i) == "::":
-            i += 1
-        while True:
-            self.name(i)
-            i += 1
-            if self.text(i) == "<":
-                i = self.skip_angles(i)
-            if self.text(i) != "::":
-                return i
-            i += 1
 
     def address_space(self, i: int) -> int:
         first = i
@@ -414,18 +281,9 @@ class Parser:
             i = end + 1
         return found, i
 
-    def template_header(self, end: int) -> str:
-        """`template <...>` where the token before `end` closes one, else nothing."""
-        begin = end - 1
-        if self.text(begin) != ">":
-            return ""
-        while self.text(begin) != "template":
-            begin -= 1
-        return self.source(begin, end)
-
     def kernel(self, i: int) -> int:
         token = self.tokens[i]
-        template = self.template_header(i)
+        template = self.template_head(i)
         attributes: dict[str, str] = {}
         while self.text(i) in ("kernel", "[["):
             if self.text(i) == "kernel":

@@ -73,6 +73,7 @@ def declared(declarator: msl.Declarator, number: int) -> str:
 
 def replacements(program: msl.Program) -> list[tuple[int, int, str]]:
     found = [(begin, end, "") for begin, end in program.removed]
+    found += [(end, end, "f") for end in program.floats]
     found += [(begin, end, "softmetal::pointer_cast") for begin, end in program.casts]
     for number, declarator in enumerate(
         sorted(
@@ -150,25 +151,30 @@ def kernel_tables(
     return "\n".join(lines)
 
 
-def max_threads(kernel: msl.Kernel, function: str) -> str:
-    """The kernel's own limit; a template's depends on its arguments."""
-    if kernel.max_threads and kernel.template:
-        return function.replace(kernel.name, f"max_threads_{kernel.name}", 1)
-    return kernel.max_threads or "0"
-
-
-def max_threads_template(kernel: msl.Kernel) -> str:
-    return f"{kernel.template} constexpr int max_threads_{kernel.name} = {kernel.max_threads};"
-
-
 def kernel_entry(program: msl.Program, kernel: msl.Kernel, host: str, function: str, n: int) -> str:
     used = words_used(program, kernel.words) | {p.enabled_by for p in kernel.parameters}
     constants = sum(c.name in used for c in program.constants)
     return (
         f'    {{"{host}", softmetal::run_kernel<decltype({function}), {function}, sources_{n}>, '
         f"arguments_{n}, {len(kernel.parameters)}, constants_{n}, {constants}, "
-        f"{max_threads(kernel, function)}}},"
+        f"{max_threads_of(kernel, function)}}},"
     )
+
+
+def max_threads_of(kernel: msl.Kernel, function: str) -> str:
+    """The limit that an instantiation declares; see max_threads_templates."""
+    if kernel.template and kernel.max_threads:
+        return f"max_threads_of_{function}"
+    return kernel.max_threads or "0"
+
+
+def max_threads_templates(program: msl.Program) -> list[str]:
+    """What template kernels declare, as constants with the same template arguments."""
+    return [
+        f"{k.template} constexpr int max_threads_of_{k.name} = {k.max_threads};"
+        for k in program.kernels
+        if k.template and k.max_threads
+    ]
 
 
 def entry_points(program: msl.Program) -> list[tuple[msl.Kernel, str, str]]:
@@ -209,7 +215,7 @@ def translate(text: bytes, name: str) -> str:
     epilogue = [
         '#line 1 "kernel table"',
         "namespace {",
-        *(max_threads_template(k) for k in program.kernels if k.template and k.max_threads),
+        *max_threads_templates(program),
         *tables,
         "const softmetal::Kernel kernel_table[] = {",
         *kernels,

@@ -279,6 +279,10 @@ void test_faults() {
   };
   const Fault faults[] = {
       {"no_device", 1, [](Gpu&) { return MTL::CreateSystemDefaultDevice() == nullptr; }},
+      {"nil_queue", 1, [](Gpu& on) { return on.device->newCommandQueue() == nullptr; }},
+      {"nil_command_buffer", 1, [](Gpu& on) { return on.queue->commandBuffer() == nullptr; }},
+      {"nil_encoder", 1,
+       [](Gpu& on) { return on.queue->commandBuffer()->computeCommandEncoder() == nullptr; }},
       {"nil_buffer", 1, [](Gpu& on) { return on.device->newBuffer(16, 0) == nullptr; }},
       {"nil_no_copy_buffer", 1,
        [&](Gpu& on) {

@@ -47,6 +47,10 @@ def body_of(text: str) -> str:
         ),
         ("threadgroup int n;", 'auto n = softmetal::threadgroup_scalar<int>(0, "n");'),
         ("auto x = out[a[0]];", "auto x = softmetal::value_of(out[a[0]]);"),
+        (
+            "x = 1.0 + 2. * .5 - 1e3 + 1.5e-2 + 2.0f + 3 + 0x1e3;",
+            "x = 1.0f + 2.f * .5f - 1e3f + 1.5e-2f + 2.0f + 3 + 0x1e3;",
+        ),
         ("threadgroup_barrier(f); // device x", "threadgroup_barrier(f); // device x"),
     ],
 )
@@ -125,6 +129,7 @@ def test_instantiations() -> None:
             '\ntemplate [[host_name("x")]] [[kernel]] decltype(f<1>) f<2>;',
             "should be the same",
         ),
+        ("\n#define HALF 0.5\n", "needs the suffix f"),
         ("\nvertex void v() {}", "not supported"),
         (
             "\nkernel void k(device float* o [[buffer(0), function_constant(no)]]) {}",
@@ -136,6 +141,19 @@ def test_refusals(source: str, message: str) -> None:
     with pytest.raises(msl.MslError, match=message) as caught:
         translate.translate(source.encode(), "t.metal")
     assert str(caught.value).startswith("t.metal:2: error: ")
+
+
+def test_thread_limits() -> None:
+    text = (
+        "template <int N> [[kernel, max_total_threads_per_threadgroup(N * 2)]]\n"
+        "void f(device float* o [[buffer(0)]]) {}\n"
+        'template [[host_name("f_8")]] [[kernel]] decltype(f<8>) f<8>;\n'
+        "[[max_total_threads_per_threadgroup(64)]] kernel void g(device float* o [[buffer(0)]]) {}"
+    )
+    result = translate.translate(text.encode(), "t.metal")
+    assert "template <int N> constexpr int max_threads_of_f = N * 2;" in result
+    assert "constants_1, 0, max_threads_of_f<8>}," in result
+    assert "constants_0, 0, 64}," in result
 
 
 def test_errors_follow_line_marks() -> None:

@@ -22,6 +22,7 @@ template <typename T>
 struct WholeMatrix {
   T at[kMatrixSize][kMatrixSize];
   void gather(Thread* first, int operand) {
+#pragma unroll
     for (uint32_t lane = 0; lane < kSimdWidth; ++lane) {
       const auto* from = (const Fragment<T>*)first[lane].operands[operand];
       at[matrix_row(lane)][matrix_column(lane)] = from->elements.x;
@@ -29,6 +30,7 @@ struct WholeMatrix {
     }
   }
   void scatter(Thread* first, int operand) const {
+#pragma unroll
     for (uint32_t lane = 0; lane < kSimdWidth; ++lane) {
       auto* to = (Fragment<T>*)first[lane].operands[operand];
       to->elements.x = at[matrix_row(lane)][matrix_column(lane)];

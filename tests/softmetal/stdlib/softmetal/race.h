@@ -15,7 +15,8 @@ constexpr int kStampGroupShift = 40;
 constexpr int kStampSimdShift = 12;
 constexpr uint64_t kStampThreadMask = 0xfff;
 constexpr uint64_t kOfSimdgroup = 0x400;
-constexpr uint64_t kOfMany = 0xfff;
+constexpr uint64_t kOfMany = 0xfff;  // its stamp has ones in the simdgroup barriers' place too
+constexpr uint64_t kBelowGroup = (uint64_t(1) << kStampGroupShift) - 1;
 
 inline uint64_t stamp_simdgroup(uint64_t stamp) {
   uint64_t thread = stamp & kStampThreadMask;
@@ -32,35 +33,45 @@ inline bool ordered(uint64_t stamp, uint64_t clock) {
 }
 
 inline uint64_t merge_reads(uint64_t stamp, uint64_t clock) {
-  if (stamp >> kStampGroupShift != clock >> kStampGroupShift || stamp == clock) return clock;
+  if (stamp >> kStampGroupShift != clock >> kStampGroupShift) return clock;
   uint64_t simdgroup = stamp_simdgroup(clock);
-  if (stamp_simdgroup(stamp) != simdgroup) return clock | kOfMany;
+  if (stamp_simdgroup(stamp) != simdgroup) return clock | kBelowGroup;
   if (stamp >> kStampSimdShift != clock >> kStampSimdShift) return clock;
   return (clock & ~kStampThreadMask) | (kOfSimdgroup + simdgroup);
 }
 
+// These are where kernels spend their time: what is usual takes a few instructions.
 template <size_t kSize>
-inline void check_threadgroup_load(const Binding* binding, const void* address) {
+inline __attribute__((always_inline)) void check_threadgroup_load(const Binding* binding,
+                                                                  const void* address) {
   size_t word = size_t((const char*)address - group.memory) / 4;
   uint64_t clock = current->clock;
   for (size_t end = word + (kSize + 3) / 4; word < end; ++word) {
-    if (__builtin_expect(!ordered(group.writes[word], clock), 0)) {
-      fault_race(binding, address, group.writes[word], false, true);
+    uint64_t written = group.writes[word], read = group.reads[word];
+    if (__builtin_expect(written >> kStampGroupShift == clock >> kStampGroupShift, 0) &&
+        !ordered(written, clock)) {
+      fault_race(binding, address, written, false, true);
     }
-    if (group.reads[word] != clock) group.reads[word] = merge_reads(group.reads[word], clock);
+    if (read != clock && read != (clock | kBelowGroup)) {
+      group.reads[word] = merge_reads(read, clock);
+    }
   }
 }
 
 template <size_t kSize>
-inline void check_threadgroup_store(const Binding* binding, const void* address) {
+inline __attribute__((always_inline)) void check_threadgroup_store(const Binding* binding,
+                                                                   const void* address) {
   size_t word = size_t((const char*)address - group.memory) / 4;
   uint64_t clock = current->clock;
   for (size_t end = word + (kSize + 3) / 4; word < end; ++word) {
-    if (__builtin_expect(!ordered(group.writes[word], clock), 0)) {
-      fault_race(binding, address, group.writes[word], true, true);
+    uint64_t written = group.writes[word], read = group.reads[word];
+    if (__builtin_expect(written >> kStampGroupShift == clock >> kStampGroupShift, 0) &&
+        !ordered(written, clock)) {
+      fault_race(binding, address, written, true, true);
     }
-    if (__builtin_expect(!ordered(group.reads[word], clock), 0)) {
-      fault_race(binding, address, group.reads[word], true, false);
+    if (__builtin_expect(read >> kStampGroupShift == clock >> kStampGroupShift, 0) &&
+        !ordered(read, clock)) {
+      fault_race(binding, address, read, true, false);
     }
     group.writes[word] = clock;
   }
