@@ -5,3 +5,6 @@
 
 constant bool has_softcap [[function_constant(forge::kConstantHasSoftcap)]];
 constant bool has_dlse [[function_constant(forge::kConstantHasDlse)]];
+constant bool has_causal [[function_constant(forge::kConstantHasCausal)]];
+constant bool has_window [[function_constant(forge::kConstantHasWindow)]];
+constant bool accumulate [[function_constant(forge::kConstantAccumulate)]];

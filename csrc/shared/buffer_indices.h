@@ -18,9 +18,10 @@ enum BufferIndex {
   kBufferDq = 10,
   kBufferDk = 11,
   kBufferDv = 12,
-  kBufferRanges = 13,  // AttnRange, B of them
-  kBufferParams = 14,  // AttnParams
-  kBufferSpan = 15,    // AttnSpan
+  kBufferRanges = 13,   // AttnRange, B of them
+  kBufferParams = 14,   // AttnParams
+  kBufferSpan = 15,     // AttnSpan
+  kBufferPartial = 16,  // decode's unfinished rows, [B, H, Tq, splits, hd + 2]
 };
 
 }  // namespace forge

@@ -7,6 +7,10 @@ namespace forge {
 enum FunctionConstant {
   kConstantHasSoftcap = 0,  // bool: params.softcap > 0
   kConstantHasDlse = 1,     // bool: the gradient of lse is given
+  // The fused kernels:
+  kConstantHasCausal = 8,    // bool: params.causal
+  kConstantHasWindow = 9,    // bool: params.window_left or params.window_right is not -1
+  kConstantAccumulate = 10,  // bool: gradients are added to what dq, dk and dv hold
 };
 
 }  // namespace forge
