@@ -19,16 +19,14 @@ static inline IndexRange split_keys(IndexRange keys, Int64 split, Int64 splits) 
 
 // Tile number row_tile * splits + split: unfinished rows go to `partial`.
 template <int kHd, GpuFamily kGpu = kAnyGpu>
-kernel void attention_decode(device const float* q [[buffer(kBufferQ)]],
-                             device const float* k [[buffer(kBufferK)]],
-                             device const float* v [[buffer(kBufferV)]],
-                             device float* partial [[buffer(kBufferPartial)]],
-                             device const AttnRange* ranges [[buffer(kBufferRanges)]],
-                             constant AttnParams& given [[buffer(kBufferParams)]],
-                             constant AttnSpan& span [[buffer(kBufferSpan)]],
-                             uint tile [[threadgroup_position_in_grid]],
-                             uint simdgroup [[simdgroup_index_in_threadgroup]],
-                             uint lane [[thread_index_in_simdgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(ForwardShape<kHd, kGpu>::kThreads)]] void
+attention_decode(
+    device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
+    device const float* v [[buffer(kBufferV)]], device float* partial [[buffer(kBufferPartial)]],
+    device const AttnRange* ranges [[buffer(kBufferRanges)]],
+    constant AttnParams& given [[buffer(kBufferParams)]],
+    constant AttnSpan& span [[buffer(kBufferSpan)]], uint tile [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   typedef ForwardShape<kHd, kGpu> Shape;
   threadgroup float k_tile[Shape::kTileFloats];
   threadgroup float v_tile[Shape::kTileFloats];
@@ -49,8 +47,8 @@ kernel void attention_decode(device const float* q [[buffer(kBufferQ)]],
   Int64 r = rows.first + at.simdgroup % Shape::kRowBlocks * kBlockSize + at.row;
   Int32 part = at.simdgroup / Shape::kRowBlocks;
   if (r >= rows.end) return;
-  device float* to = partial + (stat_index(params, rows, r) * splits + split) *
-                                   decode_partial_floats(params.hd);
+  device float* to =
+      partial + (stat_index(params, rows, r) * splits + split) * decode_partial_floats(params.hd);
   if (part == 0 && at.column == 0) {
     to[0] = state.m;
     to[1] = state.l;

@@ -10,7 +10,9 @@ namespace forge {
 
 static inline Int64 smaller(Int64 a, Int64 b) { return a < b ? a : b; }
 static inline Int64 larger(Int64 a, Int64 b) { return a > b ? a : b; }
-static inline Int32 clamp_to(Int64 x, Int32 end) { return Int32(smaller(larger(x, Int64(0)), Int64(end))); }
+static inline Int32 clamp_to(Int64 x, Int32 end) {
+  return Int32(smaller(larger(x, Int64(0)), Int64(end)));
+}
 
 // The options that the pipeline was compiled without, as constants for the mask.
 static inline AttnParams specialized(AttnParams params) {
@@ -36,8 +38,8 @@ static inline HeadRows head_rows(device const float* array, AttnStrides strides,
   return rows;
 }
 
-// Some of the query rows of a kv head's group. Row r is query r / rep of the group's head r % rep: all
-// heads of the group share the keys, and neighbouring rows see nearly the same ones.
+// Some of the query rows of a kv head's group. Row r is query r / rep of the group's head r % rep:
+// all heads of the group share the keys, and neighbouring rows see nearly the same ones.
 struct RowTile {
   Int64 b;
   Int64 kv_head;
@@ -60,7 +62,9 @@ static inline RowTile row_tile(AttnParams params, device const AttnRange* ranges
 }
 
 static inline Int64 query_of(RowTile rows, Int64 r) { return r / rows.rep; }
-static inline Int64 head_of(RowTile rows, Int64 r) { return rows.kv_head * rows.rep + r % rows.rep; }
+static inline Int64 head_of(RowTile rows, Int64 r) {
+  return rows.kv_head * rows.rep + r % rows.rep;
+}
 
 // Position of row r in [B, H, Tq].
 static inline Int64 stat_index(AttnParams params, RowTile rows, Int64 r) {
@@ -116,8 +120,8 @@ static inline SeenRange queries_of_keys(AttnBand band, Int64 Tq, Int64 first, In
   return seen;
 }
 
-// The blocks [from, to) of a tile hold everything that is seen; those in [all_from, all_to) are seen
-// whole by all and need no mask.
+// The blocks [from, to) of a tile hold everything that is seen; those in [all_from, all_to) are
+// seen whole by all and need no mask.
 struct BlockSpan {
   Int32 from;
   Int32 to;
@@ -232,15 +236,17 @@ static inline Share share_of(Block x, Shown shown, ushort lane) {
   return share;
 }
 
-// sum + a b as multiply_add gives it, but leaving out the elements of `a` that are not shown, whatever
-// stands in b. Rare: a tile that holds NaN or infinity, at the edge of the mask.
+// sum + a b as multiply_add gives it, but leaving out the elements of `a` that are not shown,
+// whatever stands in b. Rare: a tile that holds NaN or infinity, at the edge of the mask.
 static inline Block add_shown_rows(Block a, Shown shown, threadgroup const float* b, Int32 stride,
                                    Lane at, Block sum) {
   for (Int32 j = 0; j < kBlockSize; j += 2) {
     Share share = share_of(a, shown, lane_holding(at.row, j));
     threadgroup const float* from = b + j * stride + at.column;
-    if (share.shown.x) sum += share.x.x * Block(from[0], from[1]);
-    if (share.shown.y) sum += share.x.y * Block(from[stride], from[stride + 1]);
+    Block weight_x = Block(share.x.x, share.x.x);
+    Block weight_y = Block(share.x.y, share.x.y);
+    if (share.shown.x) sum = metal::fma(weight_x, Block(from[0], from[1]), sum);
+    if (share.shown.y) sum = metal::fma(weight_y, Block(from[stride], from[stride + 1]), sum);
   }
   return sum;
 }
@@ -251,8 +257,8 @@ static inline Block add_shown_columns(threadgroup const float* a, Int32 stride, 
   for (Int32 i = 0; i < kBlockSize; ++i) {
     Share share = share_of(b, shown, lane_holding(i, at.column));
     float value = a[i * stride + at.row];
-    if (share.shown.x) sum.x += value * share.x.x;
-    if (share.shown.y) sum.y += value * share.x.y;
+    if (share.shown.x) sum.x = metal::fma(value, share.x.x, sum.x);
+    if (share.shown.y) sum.y = metal::fma(value, share.x.y, sum.y);
   }
   return sum;
 }
@@ -303,8 +309,8 @@ static inline void set_zero(thread Blocks<N>& blocks) {
   for (Int32 n = 0; n < N; ++n) blocks.at[n] = Block(0.0f, 0.0f);
 }
 
-// a . b of a row block with 8 rows of a tile, over the channels of `a`; `tile` starts at the first of
-// both. The products of every sweep start from zero and run in this order.
+// a . b of a row block with 8 rows of a tile, over the channels of `a`; `tile` starts at the first
+// of both. The products of every sweep start from zero and run in this order.
 template <int N>
 static inline Block dot_rows(thread const Blocks<N>& a, threadgroup const float* tile, Int32 stride,
                              Lane at) {
@@ -335,8 +341,8 @@ static inline Scores scores_of(Block dot, float scale, float softcap) {
 }
 
 // exp(t) for t <= 0. The hardware's exp2 (4 ulp by the language's rules, one instruction), not
-// attn_exp, whose two dozen would cost as much as a fifth of the products at hd = 64. The product is
-// rounded: an error of |t| / 2 ulp of exp(t), at most 0.4 ulp of 1.
+// attn_exp, whose two dozen would cost as much as a fifth of the products at hd = 64. The product
+// is rounded: an error of |t| / 2 ulp of exp(t), at most 0.4 ulp of 1.
 static inline float exp_of(float t) { return metal::exp2(t * 1.44269504f); }
 static inline Block exp_of(Block t) { return Block(exp_of(t.x), exp_of(t.y)); }
 

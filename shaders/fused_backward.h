@@ -1,6 +1,6 @@
-// The backward: d_row once, then dq with 32 query rows to a threadgroup and dk, dv with 32 keys to a
-// threadgroup. Both recompute p from the saved statistics; the scores are those of the forward, bit
-// for bit: the query is the left operand everywhere, and the channels come in the same order.
+// The backward: d_row once, then dq with 32 query rows to a threadgroup and dk, dv with 32 keys to
+// a threadgroup. Both recompute p from the saved statistics; the scores are those of the forward,
+// bit for bit: the query is the left operand everywhere, and the channels come in the same order.
 #pragma once
 
 #include "fused.h"
@@ -15,6 +15,7 @@ struct BackwardShape {
     kOwnBlocks = kHd / kParts / kBlockSize,  // blocks of channels a simdgroup
     kOwnChannels = kOwnBlocks * kBlockSize,
     kSimdgroups = backward_simdgroups(fused_tiling(kGpu, kHd)),
+    kThreads = kSimdgroups * kSimdgroupWidth,
     kRowBlocks = kQueryRows / kBlockSize,  // of dq's 32 rows, and of dk's and dv's 32 keys
     kStride = tile_stride(kHd),
     kKeys = fused_tiling(kGpu, kHd).dq_keys,
@@ -56,7 +57,8 @@ static inline Gradients gradients_of(AttnParams params, Products products, RowSt
   return of;
 }
 
-// The parts' products of block `slot` of `slots`, left in `exchange` before a barrier and added after.
+// The parts' products of block `slot` of `slots`, left in `exchange` before a barrier and added
+// after.
 static inline void leave_products(threadgroup float* exchange, Int32 part, Int32 slots, Int32 slot,
                                   Lane at, Products products) {
   leave_block(exchange, 2 * (part * slots + slot), at, products.s);
@@ -77,16 +79,13 @@ static inline Products add_products(threadgroup const float* exchange, Int32 slo
 using namespace forge;
 
 // d_row = dout . o - dlse: a simdgroup a row, 8 rows in turn. The tiles are 32 rows (b, h, i).
-kernel void attention_fused_bwd_d(device const float* o [[buffer(kBufferO)]],
-                                  device const float* dout [[buffer(kBufferDout)]],
-                                  device const float* dlse
-                                  [[buffer(kBufferDlse), function_constant(has_dlse)]],
-                                  device float* d_row [[buffer(kBufferDRow)]],
-                                  constant AttnParams& given [[buffer(kBufferParams)]],
-                                  constant AttnSpan& span [[buffer(kBufferSpan)]],
-                                  uint tile [[threadgroup_position_in_grid]],
-                                  uint simdgroup [[simdgroup_index_in_threadgroup]],
-                                  uint lane [[thread_index_in_simdgroup]]) {
+kernel void attention_fused_bwd_d(
+    device const float* o [[buffer(kBufferO)]], device const float* dout [[buffer(kBufferDout)]],
+    device const float* dlse [[buffer(kBufferDlse), function_constant(has_dlse)]],
+    device float* d_row [[buffer(kBufferDRow)]],
+    constant AttnParams& given [[buffer(kBufferParams)]],
+    constant AttnSpan& span [[buffer(kBufferSpan)]], uint tile [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   if (span.begin + Int64(tile) >= span.end) return;
   AttnParams params = given;
   Int64 first = (span.begin + Int64(tile)) * kQueryRows + Int64(simdgroup) * kBlockSize;

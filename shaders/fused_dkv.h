@@ -5,8 +5,8 @@
 
 namespace forge {
 
-// What a simdgroup has of its 8 keys: the channels of its part, a lane two keys of one channel. k and
-// v are right operands, dk and dv transposed.
+// What a simdgroup has of its 8 keys: the channels of its part, a lane two keys of one channel. k
+// and v are right operands, dk and dv transposed.
 template <int N>
 struct OwnedKeys {
   Blocks<N> k;
@@ -53,7 +53,7 @@ static inline Block dot_keys(threadgroup const float* tile, Int32 stride, thread
 
 // A tile of query rows of one head, as 8 keys see it.
 struct QueryTile {
-  Int64 first;     // query
+  Int64 first;  // query
   Int64 Tq;
   AttnBand band;
   BlockSpan span;  // of the keys
@@ -90,21 +90,19 @@ using namespace forge;
 
 // dv = sum of p dout and dk = scale * sum of ds q, for a tile of 32 keys of a kv head.
 template <int kHd, GpuFamily kGpu = kAnyGpu>
-kernel void attention_fused_bwd_dkv(device const float* q [[buffer(kBufferQ)]],
-                                    device const float* k [[buffer(kBufferK)]],
-                                    device const float* v [[buffer(kBufferV)]],
-                                    device const float* row_max [[buffer(kBufferRowMax)]],
-                                    device const float* row_sum [[buffer(kBufferRowSum)]],
-                                    device const float* dout [[buffer(kBufferDout)]],
-                                    device const float* d_row [[buffer(kBufferDRow)]],
-                                    device float* dk [[buffer(kBufferDk)]],
-                                    device float* dv [[buffer(kBufferDv)]],
-                                    device const AttnRange* ranges [[buffer(kBufferRanges)]],
-                                    constant AttnParams& given [[buffer(kBufferParams)]],
-                                    constant AttnSpan& span [[buffer(kBufferSpan)]],
-                                    uint tile [[threadgroup_position_in_grid]],
-                                    uint simdgroup [[simdgroup_index_in_threadgroup]],
-                                    uint lane [[thread_index_in_simdgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(BackwardShape<kHd, kGpu>::kThreads)]] void
+attention_fused_bwd_dkv(
+    device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
+    device const float* v [[buffer(kBufferV)]],
+    device const float* row_max [[buffer(kBufferRowMax)]],
+    device const float* row_sum [[buffer(kBufferRowSum)]],
+    device const float* dout [[buffer(kBufferDout)]],
+    device const float* d_row [[buffer(kBufferDRow)]], device float* dk [[buffer(kBufferDk)]],
+    device float* dv [[buffer(kBufferDv)]],
+    device const AttnRange* ranges [[buffer(kBufferRanges)]],
+    constant AttnParams& given [[buffer(kBufferParams)]],
+    constant AttnSpan& span [[buffer(kBufferSpan)]], uint tile [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   typedef BackwardShape<kHd, kGpu> Shape;
   threadgroup float q_tile[Shape::kRowTileFloats];
   threadgroup float dout_tile[Shape::kRowTileFloats];
@@ -153,11 +151,12 @@ kernel void attention_fused_bwd_dkv(device const float* q [[buffer(kBufferQ)]],
           dout_head, queries, rows.first, params.hd, at, dout_tile);
       leave_vote(votes, q_finite && dout_finite, at);
       Int64 i = rows.first + at.lane;
-      if (at.simdgroup == 0 && at.lane < Shape::kRows && i <= queries.hi) {
+      if (at.simdgroup == 0 && at.lane < Shape::kRows) {
         Int64 stat = (b * params.H + h) * params.Tq + i;
-        statistics[at.lane].m = row_max[stat];
-        statistics[at.lane].inverse_l = 1.0f / row_sum[stat];
-        statistics[at.lane].d = d_row[stat];
+        bool there = i <= queries.hi;
+        statistics[at.lane].m = there ? row_max[stat] : 0.0f;
+        statistics[at.lane].inverse_l = there ? 1.0f / row_sum[stat] : 0.0f;
+        statistics[at.lane].d = there ? d_row[stat] : 0.0f;
       }
       metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 

@@ -54,20 +54,18 @@ using namespace forge;
 
 // dq = scale * sum over the keys of ds k, for a tile of 32 rows of a kv head's group.
 template <int kHd, GpuFamily kGpu = kAnyGpu>
-kernel void attention_fused_bwd_dq(device const float* q [[buffer(kBufferQ)]],
-                                   device const float* k [[buffer(kBufferK)]],
-                                   device const float* v [[buffer(kBufferV)]],
-                                   device const float* row_max [[buffer(kBufferRowMax)]],
-                                   device const float* row_sum [[buffer(kBufferRowSum)]],
-                                   device const float* dout [[buffer(kBufferDout)]],
-                                   device const float* d_row [[buffer(kBufferDRow)]],
-                                   device float* dq [[buffer(kBufferDq)]],
-                                   device const AttnRange* ranges [[buffer(kBufferRanges)]],
-                                   constant AttnParams& given [[buffer(kBufferParams)]],
-                                   constant AttnSpan& span [[buffer(kBufferSpan)]],
-                                   uint tile [[threadgroup_position_in_grid]],
-                                   uint simdgroup [[simdgroup_index_in_threadgroup]],
-                                   uint lane [[thread_index_in_simdgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(BackwardShape<kHd, kGpu>::kThreads)]] void
+attention_fused_bwd_dq(
+    device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
+    device const float* v [[buffer(kBufferV)]],
+    device const float* row_max [[buffer(kBufferRowMax)]],
+    device const float* row_sum [[buffer(kBufferRowSum)]],
+    device const float* dout [[buffer(kBufferDout)]],
+    device const float* d_row [[buffer(kBufferDRow)]], device float* dq [[buffer(kBufferDq)]],
+    device const AttnRange* ranges [[buffer(kBufferRanges)]],
+    constant AttnParams& given [[buffer(kBufferParams)]],
+    constant AttnSpan& span [[buffer(kBufferSpan)]], uint tile [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   typedef BackwardShape<kHd, kGpu> Shape;
   threadgroup float k_tile[Shape::kKeyTileFloats];
   threadgroup float v_tile[Shape::kKeyTileFloats];
@@ -122,8 +120,8 @@ kernel void attention_fused_bwd_dq(device const float* q [[buffer(kBufferQ)]],
     for (Int32 b = 0; b < Shape::kKeyBlocks; ++b) {
       if (!holds(keys_at.span, b)) continue;
       if (Shape::kParts > 1) {
-        products[b] = add_products<Shape::kParts>(exchange, kSlots,
-                                                  row_block * Shape::kKeyBlocks + b, at);
+        products[b] =
+            add_products<Shape::kParts>(exchange, kSlots, row_block * Shape::kKeyBlocks + b, at);
       }
       ds.at[b] = gradients_of(params, products[b], own.statistics).ds;
       if (needs_mask(keys_at.span, b)) ds.at[b] = where(shown_of(keys_at, b, at), ds.at[b], 0.0f);
@@ -136,7 +134,8 @@ kernel void attention_fused_bwd_dq(device const float* q [[buffer(kBufferQ)]],
   }
 
   if (r >= rows.end) return;
-  device float* dq_row = dq + element_offset(params.dq, rows.b, query_of(rows, r), head_of(rows, r));
+  device float* dq_row =
+      dq + element_offset(params.dq, rows.b, query_of(rows, r), head_of(rows, r));
 #pragma unroll
   for (Int32 n = 0; n < Shape::kOwnBlocks; ++n) {
     Int32 c = channel + n * kBlockSize + at.column;

@@ -16,6 +16,7 @@ struct ForwardShape {
     kRunBlocks = kHd / fused_tiling(kGpu, kHd).parts / kBlockSize,
     kOwnBlocks = kRuns * kRunBlocks,
     kSimdgroups = forward_simdgroups(fused_tiling(kGpu, kHd)),
+    kThreads = kSimdgroups * kSimdgroupWidth,
     kRowBlocks = kQueryRows / kBlockSize,
     kStride = tile_stride(kHd),
     kTileFloats = tile_floats(kKeys, kHd),
@@ -47,9 +48,9 @@ struct OnlineSoftmax {
 
 // dots = q . k over the channels that this simdgroup has.
 template <int kHd, GpuFamily kGpu>
-static inline void multiply_keys(
-    thread const Blocks<ForwardShape<kHd, kGpu>::kRunBlocks>* q, threadgroup const float* k,
-    KeyTile tile, Lane at, thread Blocks<ForwardShape<kHd, kGpu>::kKeyBlocks>& dots) {
+static inline void multiply_keys(thread const Blocks<ForwardShape<kHd, kGpu>::kRunBlocks>* q,
+                                 threadgroup const float* k, KeyTile tile, Lane at,
+                                 thread Blocks<ForwardShape<kHd, kGpu>::kKeyBlocks>& dots) {
   typedef ForwardShape<kHd, kGpu> Shape;
 #pragma unroll
   for (Int32 b = 0; b < Shape::kKeyBlocks; ++b) {
@@ -64,8 +65,8 @@ static inline void multiply_keys(
   }
 }
 
-// Dot products become exp(s - m) with the new maximum; m and l move on. Returns what the sums so far
-// are to be multiplied with.
+// Dot products become exp(s - m) with the new maximum; m and l move on. Returns what the sums so
+// far are to be multiplied with.
 template <int N>
 static inline float softmax_step(AttnParams params, KeyTile tile, Lane at, thread Blocks<N>& p,
                                  thread float& m, thread float& l) {
@@ -163,8 +164,7 @@ static inline OnlineSoftmax<ForwardShape<kHd, kGpu>::kOwnBlocks> attend(
       float alpha = softmax_step(params, tile, at, p, state.m, state.l);
 #pragma unroll
       for (Int32 n = 0; n < Shape::kOwnBlocks; ++n) {
-        Block pv =
-            times_tile(p, tile, memory.v + channel + n * kBlockSize, Shape::kStride, at);
+        Block pv = times_tile(p, tile, memory.v + channel + n * kBlockSize, Shape::kStride, at);
         state.o.at[n] = metal::fma(state.o.at[n], Block(alpha, alpha), pv);
       }
     }
@@ -179,18 +179,16 @@ using namespace forge;
 
 // A tile of 32 rows of a kv head's group.
 template <int kHd, GpuFamily kGpu = kAnyGpu>
-kernel void attention_fused_fwd(device const float* q [[buffer(kBufferQ)]],
-                                device const float* k [[buffer(kBufferK)]],
-                                device const float* v [[buffer(kBufferV)]],
-                                device float* o [[buffer(kBufferO)]],
-                                device float* row_max [[buffer(kBufferRowMax)]],
-                                device float* row_sum [[buffer(kBufferRowSum)]],
-                                device const AttnRange* ranges [[buffer(kBufferRanges)]],
-                                constant AttnParams& given [[buffer(kBufferParams)]],
-                                constant AttnSpan& span [[buffer(kBufferSpan)]],
-                                uint tile [[threadgroup_position_in_grid]],
-                                uint simdgroup [[simdgroup_index_in_threadgroup]],
-                                uint lane [[thread_index_in_simdgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(ForwardShape<kHd, kGpu>::kThreads)]] void
+attention_fused_fwd(
+    device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
+    device const float* v [[buffer(kBufferV)]], device float* o [[buffer(kBufferO)]],
+    device float* row_max [[buffer(kBufferRowMax)]],
+    device float* row_sum [[buffer(kBufferRowSum)]],
+    device const AttnRange* ranges [[buffer(kBufferRanges)]],
+    constant AttnParams& given [[buffer(kBufferParams)]],
+    constant AttnSpan& span [[buffer(kBufferSpan)]], uint tile [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   typedef ForwardShape<kHd, kGpu> Shape;
   threadgroup float k_tile[Shape::kTileFloats];
   threadgroup float v_tile[Shape::kTileFloats];

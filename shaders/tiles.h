@@ -1,7 +1,8 @@
-// Tiles of floats, and the one place that knows simdgroup_matrix. A block is 8 x 8 floats over the 32
-// lanes of a simdgroup: two neighbours of one row to a lane, four lanes to a row. Everything else
-// (masks, exponentials, reading and writing) is plain arithmetic on a lane's two floats, so another
-// GPU's matrix unit needs another lane_place, multiply_add, row_sum and row_max, and no other kernel.
+// Tiles of floats, and the one place that knows simdgroup_matrix. A block is 8 x 8 floats over the
+// 32 lanes of a simdgroup: two neighbours of one row to a lane, four lanes to a row. Everything
+// else (masks, exponentials, reading and writing) is plain arithmetic on a lane's two floats, so
+// another GPU's matrix unit needs another lane_place, multiply_add, row_sum and row_max, and no
+// other kernel.
 #pragma once
 
 #include <metal_stdlib>

@@ -1,0 +1,19 @@
+// What the generated table says of each kernel and switch.
+#pragma once
+
+struct GpuArgument {
+  int slot;       // of BufferIndex
+  bool by_value;  // a struct, else a pointer to device memory
+};
+
+struct GpuKernel {
+  const char* name;
+  const void* function;
+  int argument_count;
+  GpuArgument arguments[16];
+};
+
+struct GpuConstant {
+  const char* name;
+  const bool* symbol;
+};
