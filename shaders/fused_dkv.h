@@ -152,11 +152,14 @@ attention_fused_bwd_dkv(
       leave_vote(votes, q_finite && dout_finite, at);
       Int64 i = rows.first + at.lane;
       if (at.simdgroup == 0 && at.lane < Shape::kRows) {
-        Int64 stat = (b * params.H + h) * params.Tq + i;
-        bool there = i <= queries.hi;
-        statistics[at.lane].m = there ? row_max[stat] : 0.0f;
-        statistics[at.lane].inverse_l = there ? 1.0f / row_sum[stat] : 0.0f;
-        statistics[at.lane].d = there ? d_row[stat] : 0.0f;
+        RowStatistics row = {0.0f, 0.0f, 0.0f};
+        if (i <= queries.hi) {
+          Int64 stat = (b * params.H + h) * params.Tq + i;
+          row.m = row_max[stat];
+          row.inverse_l = 1.0f / row_sum[stat];
+          row.d = d_row[stat];
+        }
+        statistics[at.lane] = row;
       }
       metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 

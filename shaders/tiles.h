@@ -10,10 +10,12 @@
 #include "shared/attn_math.h"
 #include "shared/fused_tiling.h"
 
+using namespace metal;  // uint, ushort and float2 may be found there only
+
 namespace forge {
 
 // A lane's share of a block: (row, column) and (row, column + 1).
-typedef metal::float2 Block;
+typedef float2 Block;
 
 // N blocks: of a row of blocks, each lane has floats of one row; of a column, of two columns.
 template <int N>

@@ -91,3 +91,6 @@ METAL_DEVICE_FUNCTION void simdgroup_multiply_accumulate(simdgroup_float8x8& d,
 }
 
 }  // namespace metal
+
+// CUDA's own float2 has neither constructor nor arithmetic.
+#define float2 ::metal::float2
