@@ -73,9 +73,9 @@ class Parameter:
 @dataclass
 class Kernel:
     name: str
-    template: bool
+    template: str  # `template <...>`, or ""
     parameters: list[Parameter]
-    max_threads: str
+    max_threads: str  # in terms of the template's parameters
     words: frozenset[str]  # every name that its body and parameters use
     at: Token
 
@@ -414,9 +414,20 @@ class Parser:
             i = end + 1
         return found, i
 
+    def template_head(self, i: int) -> str:
+        """The `template <...>` that ends before token i."""
+        if self.text(i - 1) != ">":
+            return ""
+        first = i - 1
+        while self.text(first) != "template":
+            first -= 1
+            if first < 0:
+                raise fail(self.tokens[i], "a kernel after '>' that is no template")
+        return self.source(first, i)
+
     def kernel(self, i: int) -> int:
         token = self.tokens[i]
-        template = self.text(i - 1) == ">"
+        template = self.template_head(i)
         attributes: dict[str, str] = {}
         while self.text(i) in ("kernel", "[["):
             if self.text(i) == "kernel":

@@ -156,8 +156,24 @@ def kernel_entry(program: msl.Program, kernel: msl.Kernel, host: str, function: 
     return (
         f'    {{"{host}", softmetal::run_kernel<decltype({function}), {function}, sources_{n}>, '
         f"arguments_{n}, {len(kernel.parameters)}, constants_{n}, {constants}, "
-        f"{kernel.max_threads or 0}}},"
+        f"{max_threads_of(kernel, function)}}},"
     )
+
+
+def max_threads_of(kernel: msl.Kernel, function: str) -> str:
+    """The limit that an instantiation declares; see max_threads_templates."""
+    if kernel.template and kernel.max_threads:
+        return f"max_threads_of_{function}"
+    return kernel.max_threads or "0"
+
+
+def max_threads_templates(program: msl.Program) -> list[str]:
+    """What template kernels declare, as constants with the same template arguments."""
+    return [
+        f"{k.template} constexpr int max_threads_of_{k.name} = {k.max_threads};"
+        for k in program.kernels
+        if k.template and k.max_threads
+    ]
 
 
 def entry_points(program: msl.Program) -> list[tuple[msl.Kernel, str, str]]:
@@ -198,6 +214,7 @@ def translate(text: bytes, name: str) -> str:
     epilogue = [
         '#line 1 "kernel table"',
         "namespace {",
+        *max_threads_templates(program),
         *tables,
         "const softmetal::Kernel kernel_table[] = {",
         *kernels,
