@@ -3,9 +3,9 @@
     python3 tests/gpu/run.py [--report FILE] [--quick] [--skip-sanitizers] [--library FILE]
 
 Needs nvcc, compute-sanitizer and NumPy. The shaders are those of the Metal backend, translated by
-translate.py. What is checked: parity with float64 (tests/python/oracle.py and its error rule), equal
-bits over 50 runs, and three of compute-sanitizer's tools on small problems. Exit code 1: a check
-failed.
+translate.py. What is checked: parity with float64 (tests/python/oracle.py and its error rule),
+equal bits over 50 runs, and three of compute-sanitizer's tools on small problems. Exit code 1: a
+check failed.
 """
 
 import argparse

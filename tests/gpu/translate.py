@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "softmetal"))
 
-import msl  # noqa: E402
+import msl
 
 FROM_GRID = {
     "thread_position_in_grid": "blockIdx.x * blockDim.x + threadIdx.x",
@@ -66,14 +66,15 @@ def entry(kernel: msl.Kernel, host_name: str, function: str) -> tuple[str, str]:
             given.append(FROM_GRID[parameter.kind])
         else:
             raise msl.fail(parameter.at, f"attribute [[{parameter.kind}]] is not understood")
-    limit = f"__launch_bounds__(max_threads_of_{function}) " if kernel.max_threads else ""
+    threads = f"max_threads_of_{function}" if kernel.max_threads else "0"
+    limit = f"__launch_bounds__({threads}) " if kernel.max_threads else ""
     code = (
         f'extern "C" __global__ void {limit}{host_name}_entry({", ".join(parameters)}) '
         f"{{ {function}({', '.join(given)}); }}"
     )
     row = (
         f'    {{"{host_name}", reinterpret_cast<const void*>(&{host_name}_entry), '
-        f"{len(slots)}, {{{', '.join(slots)}}}}},"
+        f"{threads}, {len(slots)}, {{{', '.join(slots)}}}}},"
     )
     return code, row
 
