@@ -230,8 +230,9 @@ def parity_cases(longest: int) -> Iterator[Case]:
     )
     yield from materialized_cases()
     if longest > 1024:
-        for hd in (64, 128, 256):
-            yield from option_cases(longest, hd)
+        yield from option_cases(longest, 64)
+        for hd in (128, 256):
+            yield from (case for case in option_cases(longest, hd) if case.options.get("causal"))
 
 
 def small_cases() -> Iterator[Case]:
