@@ -49,9 +49,9 @@ class Params(ctypes.Structure):
     ]
 
 
-def clamp(value: int) -> int:
-    """Return the nearest int64."""
-    return max(-(2**63), min(2**63 - 1, value))
+def reach(window: int) -> int:
+    """Return one side of a window as int64; a wider one is no limit."""
+    return -1 if window >= 2**63 else window
 
 
 class Gpu:
@@ -157,14 +157,14 @@ class Call:
         )
         scale, softcap = options.get("scale"), options.get("softcap") or 0.0
         self.params = Params(
-            B=B, Tq=Tq, Tk=Tk, window_left=clamp(left), window_right=clamp(right), H=H, Hkv=Hkv,
+            B=B, Tq=Tq, Tk=Tk, window_left=reach(left), window_right=reach(right), H=H, Hkv=Hkv,
             hd=hd, causal=bool(options.get("causal")), softcap=softcap,
             scale=hd**-0.5 if scale is None else scale,
         )  # fmt: skip
         self._gpu.set_constants(
             has_softcap=softcap > 0,
             has_causal=bool(self.params.causal),
-            has_window=window is not None,
+            has_window=max(self.params.window_left, self.params.window_right) >= 0,
         )
         columns = [
             np.broadcast_to(np.asarray(default if given is None else given, dtype=object), (B,))
