@@ -16,6 +16,8 @@
 namespace forge {
 
 #ifdef __METAL_VERSION__
+// Compiling at run time has no option for this; it holds for all that follows.
+#pragma METAL fp contract(off)
 FORGE_INLINE float attn_fma(float a, float b, float c) { return metal::fma(a, b, c); }
 FORGE_INLINE float float_from_bits(Int32 bits) { return as_type<float>(bits); }
 #else
