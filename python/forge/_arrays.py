@@ -44,7 +44,7 @@ def as_input(name: str, value: object) -> Input:
     array = _as_ndarray(name, value)
     dtype = array.dtype
     if dtype.kind != "f" or dtype.itemsize not in (4, 8):
-        raise TypeError(_wrong_dtype(name, dtype))
+        raise TypeError(wrong_dtype(name, dtype))
     reason = _why_copy(array)
     if reason is None:
         return Input(array, array, IN_PLACE)
@@ -103,14 +103,14 @@ def _read(name: str, value: object, reader: Callable[[Any], Any]) -> Array:
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         dtype = str(getattr(value, "dtype", "float32"))
         if dtype.rpartition(".")[2] not in ("float32", "float64"):
-            raise TypeError(_wrong_dtype(name, dtype)) from error
+            raise TypeError(wrong_dtype(name, dtype)) from error
         raise TypeError(
             f"{name} must be readable as a NumPy array, got {_kind(value)}: {error}"
         ) from error
     return array
 
 
-def _wrong_dtype(name: str, dtype: object) -> str:
+def wrong_dtype(name: str, dtype: object) -> str:
     return f"{name} must be float32 (or float64 with kernel='materialized'), got {dtype}"
 
 

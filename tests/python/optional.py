@@ -1,0 +1,19 @@
+"""Packages that forge works with and does not need: tests skip without them, unless they must run.
+
+With FORGE_REQUIRE_JAX or FORGE_REQUIRE_MLX set, as in continuous integration, a missing package is
+a failure.
+"""
+
+import importlib
+import os
+
+import pytest
+
+
+def need(module):
+    """Import `module`, or skip the calling test module."""
+    package = module.partition(".")[0]
+    if os.environ.get(f"FORGE_REQUIRE_{package.upper()}"):
+        return importlib.import_module(module)
+    reason = f"{package} is not installed: pip install -r tests/requirements-{package}.txt"
+    return pytest.importorskip(module, reason=reason)
