@@ -8,7 +8,7 @@ Inputs are read and results are written where MLX keeps them, without a copy.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from forge._options import Window
 
 __all__ = ["attention"]
 
-Positions = int | Array | mx.array | None
+Positions: TypeAlias = int | Array | mx.array | None
 
 
 def attention(
