@@ -16,8 +16,7 @@ try:
     import mlx.core as mx
 except ImportError as error:
     raise ImportError(
-        "forge.mlx needs MLX: pip install 'forge-attention[mlx]', which is pip install mlx on a "
-        "Mac and pip install 'mlx[cpu]' on Linux"
+        "forge.mlx needs MLX: pip install 'mlx[cpu]', or pip install 'forge-attention[mlx]'"
     ) from error
 
 from forge._arrays import Array, wrong_dtype

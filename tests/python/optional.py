@@ -7,11 +7,16 @@ a failure.
 import importlib
 import os
 
+import forge
 import pytest
 
 
 def need(module):
     """Import `module`, or skip the calling test module."""
+    fastest = forge.build_config()["cpu_targets"][0]
+    if os.environ.get("FORGE_CPU_TARGET", fastest) != fastest:
+        reason = f"{module} sees no CPU targets: tested on one, {fastest}"
+        pytest.skip(reason, allow_module_level=True)
     package = module.partition(".")[0]
     if os.environ.get(f"FORGE_REQUIRE_{package.upper()}"):
         return importlib.import_module(module)
