@@ -130,15 +130,20 @@ def test_three_axes(rng):
     assert_equal(list(gradients(three, *flat)), want)
 
 
+@pytest.fixture
+def x64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.usefixtures("x64")
 def test_float64_by_the_materialized_kernel(cpu, rng):
-    with jax.enable_x64(True):
-        given = random_inputs(rng, dtype=np.float64)
-        q, k, v, dout = (jnp.asarray(x) for x in given)
-        with pytest.raises(TypeError, match="materialized"):
-            fj.attention(q, k, v)
-        got = gradients(
-            lambda *x: fj.attention(*x, kernel="materialized", backend=cpu), q, k, v, dout
-        )
+    given = random_inputs(rng, dtype=np.float64)
+    q, k, v, dout = (jnp.asarray(x) for x in given)
+    with pytest.raises(TypeError, match="materialized"):
+        fj.attention(q, k, v)
+    got = gradients(lambda *x: fj.attention(*x, kernel="materialized", backend=cpu), q, k, v, dout)
     names = dict(zip(("dq", "dk", "dv"), got, strict=True))
     Problem(*given).check("materialized", unit=2.0**-53, **names)
 
