@@ -33,7 +33,6 @@ from forge._saved import Saved
 __all__ = ["attention"]
 
 Positions: TypeAlias = int | Array | jax.Array | None
-_POSITIONS = ("query_offset", "key_start", "key_end")
 
 
 class _Static(NamedTuple):
@@ -105,33 +104,37 @@ def attention(
     positions = {"query_offset": query_offset, "key_start": key_start, "key_end": key_end}
     traced = {name: value for name, value in positions.items() if isinstance(value, jax.Array)}
     known = {name: value for name, value in positions.items() if name not in traced}
-    family = kernel_name(kernel)
-    _check_dtype(arrays, family)
-    heads = head_counts(q, k, v, num_heads, num_kv_heads)
-    given = MaskAndScale(causal=causal, window=window, softcap=softcap, scale=scale, **known)
-    compiled_options(given, heads, np.dtype(q.dtype), family, backend_name(backend))
-    for name, value in traced.items():
-        _check_positions(name, value, heads.B)
     options = {
-        "causal": bool(causal),
+        "causal": causal,
         "window": window,
         "softcap": softcap,
         "scale": scale,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "kernel": family,
+        "kernel": kernel,
         "backend": backend,
     }
-    fixed = _Static(
-        ndim=q.ndim,
-        B=heads.B,
-        options=tuple(options.items()),
-        positions=tuple(
-            (name, _hashable(value)) for name, value in known.items() if value is not None
-        ),
-    )
+    fixed = _checked(arrays, options, known, traced)
     out: jax.Array = _attention(fixed, q, k, v, traced)
     return out
+
+
+def _checked(
+    arrays: dict[str, Any], options: dict[str, Any], known: dict[str, Any], traced: dict[str, Any]
+) -> _Static:
+    """Check what can be checked before anything runs, so that errors name the caller's line."""
+    q, k, v = arrays.values()
+    kernel = kernel_name(options["kernel"])
+    _check_dtype(arrays, kernel)
+    heads = head_counts(q, k, v, options["num_heads"], options["num_kv_heads"])
+    shaping = {name: options[name] for name in ("causal", "window", "softcap", "scale")}
+    backend = backend_name(options["backend"])
+    compiled_options(MaskAndScale(**shaping, **known), heads, q.dtype, kernel, backend)
+    for name, value in traced.items():
+        _check_positions(name, value, heads.B)
+    given = {name: _hashable(value) for name, value in known.items() if value is not None}
+    fixed = {**options, "kernel": kernel}
+    return _Static(q.ndim, heads.B, tuple(fixed.items()), tuple(given.items()))
 
 
 def _check_array(name: str, value: object) -> None:
