@@ -264,9 +264,7 @@ def compiled_options(
         "window_right": window_right,
         "softcap": softcap,
         "scale": (
-            1 / math.sqrt(heads.hd)
-            if given.scale is None
-            else as_real("scale", given.scale, dtype)
+            1 / math.sqrt(heads.hd) if given.scale is None else as_real("scale", given.scale, dtype)
         ),
         "ranges": _ranges(heads, given.query_offset, given.key_start, given.key_end),
         "kernel": kernel,
