@@ -1,5 +1,6 @@
 # make demo: train a small language model with forge and draw what it learnt.
-# make test: build everything and run all tests, C++ and Python.
+# make test: build everything and run all tests, C++ and Python. With FORGE_REQUIRE_TORCH=1 those of forge.torch and
+#   forge.transformers too, which are skipped where torch and transformers are not in .venv.
 # make bench: time forge against other implementations, see docs/benchmarks.md.
 # make test-neon: the C++ tests for 64-bit ARM under an emulator (needs NEON_TOOLS).
 # make test-metal: the Metal backend on the software device, and the build for Macs, without a Mac.
@@ -34,7 +35,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" \
-	  -r benchmarks/requirements.txt
+	  -r benchmarks/requirements.txt $(if $(FORGE_REQUIRE_TORCH),-r tests/requirements-torch.txt)
 	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
 	$(VENV)/bin/cmake --build build/$(PRESET)

@@ -226,7 +226,8 @@ def _batched(
         common = tuple(torch.broadcast_shapes(*leading))
     except RuntimeError as error:
         raise ValueError(
-            f"query, key and value must have leading axes that broadcast, got {leading}"
+            f"query, key and value must have leading axes that broadcast, got {leading}; "
+            "enable_gqa=True is for fewer key/value heads than query heads"
         ) from error
     views = []
     for tensor in tensors.values():

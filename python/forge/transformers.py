@@ -65,13 +65,12 @@ def _tighter(one: int, other: int) -> int:
     return max(one, other) if -1 in (one, other) else min(one, other)
 
 
-def _cells(function: Callable[..., Any]) -> list[Any]:
-    return [cell.cell_contents for cell in function.__closure__ or ()]
-
-
-def _made_by(function: object, maker: Callable[..., Any], *arguments: Any) -> bool:
-    """Say whether ``function`` is what ``maker`` returns, whatever the arguments were."""
-    return getattr(function, "__code__", None) is maker(*arguments).__code__
+def _captured(function: object, maker: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the one value that a function of ``maker`` has captured; None for other functions."""
+    if getattr(function, "__code__", None) is not maker(*arguments).__code__:
+        return None
+    cells: tuple[Any, ...] = getattr(function, "__closure__", None) or ()
+    return cells[0].cell_contents if len(cells) == 1 else None
 
 
 def _band_of(function: Any) -> _Band | None:
@@ -80,21 +79,19 @@ def _band_of(function: Any) -> _Band | None:
         return _Band(causal=True)
     if function is masking_utils.bidirectional_mask_function:
         return _Band()
-    if _made_by(function, masking_utils.sliding_window_overlay, 1):
-        (width,) = _cells(function)
+    width = _captured(function, masking_utils.sliding_window_overlay, 1)
+    if width is not None:
         return _Band(left=width - 1)
-    if _made_by(function, masking_utils.sliding_window_bidirectional_overlay, 1):
-        (distance,) = _cells(function)
+    distance = _captured(function, masking_utils.sliding_window_bidirectional_overlay, 1)
+    if distance is not None:
         return _Band(left=distance, right=distance)
-    if _made_by(function, masking_utils.and_masks):
-        (parts,) = _cells(function)
-        band = _Band()
-        for part in map(_band_of, parts):
-            if part is None:
-                return None
-            band &= part
-        return band
-    return None
+    band = _Band()
+    for part in _captured(function, masking_utils.and_masks) or (None,):
+        of_part = None if part is None else _band_of(part)
+        if of_part is None:
+            return None
+        band &= of_part
+    return band
 
 
 def _check_library() -> None:
