@@ -74,12 +74,12 @@ def test_gradients_are_those_of_float64_differences(rng, options, cpu):
     assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in inputs])
 
 
-def test_the_fused_gradients_keep_forges_error_rule(rng, backend):
+def test_the_fused_gradients_keep_forges_error_rule(rng, fused_backend):
     arrays = random_inputs(rng, B=2, Tq=70, H=4, Hkv=2, hd=24)
     q, k, v, dout = (torch.from_numpy(x) for x in arrays)
     options = {"causal": True, "window": 33, "softcap": 5.0}
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = ft.attention(*inputs, backend=backend, **options)
+    out = ft.attention(*inputs, backend=fused_backend, **options)
     dq, dk, dv = grads_of((out * dout).sum(), *inputs)
     problem = Problem(*(x.detach().numpy() for x in inputs), dout.numpy(), **options)
     problem.check("fused", out=out.detach(), dq=dq, dk=dk, dv=dv)
@@ -95,14 +95,14 @@ def test_three_axes_with_num_heads(rng):
         assert gradient.shape == x.shape
 
 
-def test_memory_is_shared_both_ways(rng):
+def test_memory_is_shared_both_ways(rng, cpu):
     """Slices of one packed tensor are read where they lie, gradients are forge's own arrays."""
     packed = torch.from_numpy(rng.standard_normal((1, 9, 3, 2, 8)).astype(np.float32))
     q, k, v = packed.unbind(2)
-    ft.attention(q, k, v, causal=True, backend="cpu")
+    ft.attention(q, k, v, causal=True, backend=cpu)
     assert set(forge.last_run()["arrays"].values()) == {"in place"}
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    out = ft.attention(q, k, v, causal=True, backend="cpu")
+    out = ft.attention(q, k, v, causal=True, backend=cpu)
     out.backward(torch.ones_like(out))
     assert set(forge.last_run()["arrays"].values()) == {"in place"}
 

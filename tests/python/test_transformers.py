@@ -193,6 +193,16 @@ def test_a_prompt_in_pieces(models, pieces):
     assert_logits_agree(torch.cat(found, 1), whole, mask)
 
 
+def test_a_model_that_is_there_can_be_switched():
+    model = build(CONFIGURATIONS["gemma2"](), "eager")
+    with torch.no_grad():
+        want = model(tokens()).logits
+        model.set_attn_implementation("forge")
+        got = model(tokens()).logits
+    assert not torch.equal(got, want)  # another order of operations
+    assert_logits_agree(got, want, torch.ones_like(tokens()))
+
+
 def test_beams_agree_with_eager(models):
     want, got = (
         model.generate(
