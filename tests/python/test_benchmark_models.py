@@ -7,6 +7,7 @@ import pytest
 from optional import need
 from scripts import run_script
 
+need("torch")
 need("transformers")
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import pytest
 from optional import need
 
 PAGES = Path(__file__).resolve().parents[2] / "docs"
-NEEDS = {"pytorch.md": "torch", "transformers.md": "transformers"}
+NEEDS = {"pytorch.md": ["torch"], "transformers.md": ["torch", "transformers"]}
 
 pytestmark = pytest.mark.skipif(not PAGES.is_dir(), reason="the docs are not here, only the tests")
 
@@ -22,7 +22,8 @@ def blocks(page):
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own making
 @pytest.mark.parametrize("page", NEEDS)
 def test_the_code_of_the_page_runs(page):
-    need(NEEDS[page])
+    for module in NEEDS[page]:
+        need(module)
     path, names = PAGES / page, {}
     found = list(blocks(path))
     assert len(found) >= 3
