@@ -1,6 +1,7 @@
 # make demo: train a small language model with forge and draw what it learnt.
-# make test: build everything and run all tests, C++ and Python. The tests of forge.jax and forge.mlx are skipped where
-#   these packages are not there; FORGE_REQUIRE_JAX=1 and FORGE_REQUIRE_MLX=1 install them and run them.
+# make test: build everything and run all tests, C++ and Python. Those of forge.torch and forge.transformers, forge.jax and
+#   forge.mlx are skipped where these packages are not there; FORGE_REQUIRE_TORCH=1, FORGE_REQUIRE_JAX=1 and
+#   FORGE_REQUIRE_MLX=1 install them and run them.
 # make bench: time forge against other implementations, see docs/benchmarks.md.
 # make test-neon: the C++ tests for 64-bit ARM under an emulator (needs NEON_TOOLS).
 # make test-metal: the Metal backend on the software device, and the build for Macs, without a Mac.
@@ -37,7 +38,7 @@ demo: $(VENV)/.installed
 	$(PY) examples/train_char_lm.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	$(PIP) install --quiet $(TEST_TOOLS)
+	$(PIP) install --quiet $(TEST_TOOLS) $(if $(FORGE_REQUIRE_TORCH),-r tests/requirements-torch.txt)
 	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
 	$(VENV)/bin/cmake --build build/$(PRESET)
@@ -78,7 +79,7 @@ test-software: $(SOFTWARE)/.tools
 	$(SOFTWARE_PIP) install --quiet --no-build-isolation -C build-dir=build/software \
 	  -C cmake.define.FORGE_METAL=software -C cmake.define.FORGE_TESTS=ON \
 	  -C cmake.define.FORGE_WERROR=ON .
-	$(SOFTWARE)/bin/ctest --test-dir build/software --output-on-failure
+	FORGE_REQUIRE_TORCH= $(SOFTWARE)/bin/ctest --test-dir build/software --output-on-failure
 
 test-macos: $(SOFTWARE)/.tools
 	$(SOFTWARE_PIP) install --quiet $(MACHO_TOOLS)

@@ -1,7 +1,7 @@
 """Packages that forge works with and does not need: tests skip without them, unless they must run.
 
-With FORGE_REQUIRE_JAX or FORGE_REQUIRE_MLX set, as in continuous integration, a missing package is
-a failure.
+With FORGE_REQUIRE_TORCH (transformers too), FORGE_REQUIRE_JAX or FORGE_REQUIRE_MLX set, as in
+continuous integration, a missing package is a failure.
 """
 
 import importlib
@@ -9,6 +9,8 @@ import os
 
 import forge
 import pytest
+
+INSTALLED_WITH = {"transformers": "torch"}
 
 
 def need(module):
@@ -18,7 +20,8 @@ def need(module):
         reason = f"{module} sees no CPU targets: tested on one, {fastest}"
         pytest.skip(reason, allow_module_level=True)
     package = module.partition(".")[0]
-    if os.environ.get(f"FORGE_REQUIRE_{package.upper()}"):
+    group = INSTALLED_WITH.get(package, package)
+    if os.environ.get(f"FORGE_REQUIRE_{group.upper()}"):
         return importlib.import_module(module)
-    reason = f"{package} is not installed: pip install -r tests/requirements-{package}.txt"
+    reason = f"{package} is not installed: pip install -r tests/requirements-{group}.txt"
     return pytest.importorskip(module, reason=reason)

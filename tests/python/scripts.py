@@ -1,11 +1,9 @@
 """Runs a piece of Python in a process of its own, where a crash or a changed environment shows."""
 
 import os
-import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 PREAMBLE = """
 import os, sys, threading
@@ -27,11 +25,3 @@ def run_script(script, timeout=120, check=True, **environment):
     if check:
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
-
-
-def run_page(name):
-    """Runs the Python snippets of a page of docs/, one after another in one process."""
-    page = (Path(__file__).parents[2] / "docs" / name).read_text(encoding="utf-8")
-    snippets = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert snippets, f"{name} has no snippets"
-    return run_script("\n".join(snippets))

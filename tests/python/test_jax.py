@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from optional import need
 from oracle import Problem, random_inputs
-from scripts import run_page, run_script
+from scripts import run_script
 
 jax = need("jax")
 
@@ -343,7 +343,3 @@ def test_without_jax_the_import_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "forge.jax")
     with pytest.raises(ImportError, match=r"forge-attention\[jax\]"):
         import forge.jax  # noqa: F401
-
-
-def test_the_snippets_of_its_page_run():
-    run_page("jax.md")

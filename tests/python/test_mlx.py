@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from optional import need
 from oracle import Problem, random_inputs
-from scripts import run_page, run_script
+from scripts import run_script
 
 mx = need("mlx.core")
 
@@ -279,7 +279,3 @@ def test_without_mlx_the_import_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "forge.mlx")
     with pytest.raises(ImportError, match=r"forge-attention\[mlx\]"):
         import forge.mlx  # noqa: F401
-
-
-def test_the_snippets_of_its_page_run():
-    run_page("mlx.md")
