@@ -1,4 +1,4 @@
-"""The shaders' kernels on a GPU, called with NumPy arrays: what the Metal host code does, in ctypes."""
+"""The shaders' kernels on a GPU, called with NumPy arrays: the Metal host's part, in ctypes."""
 
 import contextlib
 import ctypes
@@ -11,8 +11,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
-PARTS = {32: 1, 64: 1, 80: 2, 96: 2, 128: 2, 192: 3, 256: 4}  # csrc/shared/fused_tiling.h
-FORWARD_PARTS = {192: 3, 256: 4}
+AS_DECLARED = 0  # threads: as many as the kernel declares
 TILE_ROWS = 32
 SLOT_NAME = re.compile(r"kBuffer(\w+) = (\d+)")
 SLOTS = {
@@ -50,9 +49,9 @@ class Params(ctypes.Structure):
     ]
 
 
-def clamp(value: int) -> int:
-    """Return the nearest int64."""
-    return max(-(2**63), min(2**63 - 1, value))
+def reach(window: int) -> int:
+    """Return one side of a window as int64; a wider one is no limit."""
+    return -1 if window >= 2**63 else window
 
 
 class Gpu:
@@ -158,14 +157,14 @@ class Call:
         )
         scale, softcap = options.get("scale"), options.get("softcap") or 0.0
         self.params = Params(
-            B=B, Tq=Tq, Tk=Tk, window_left=clamp(left), window_right=clamp(right), H=H, Hkv=Hkv,
+            B=B, Tq=Tq, Tk=Tk, window_left=reach(left), window_right=reach(right), H=H, Hkv=Hkv,
             hd=hd, causal=bool(options.get("causal")), softcap=softcap,
             scale=hd**-0.5 if scale is None else scale,
         )  # fmt: skip
         self._gpu.set_constants(
             has_softcap=softcap > 0,
             has_causal=bool(self.params.causal),
-            has_window=window is not None,
+            has_window=max(self.params.window_left, self.params.window_right) >= 0,
         )
         columns = [
             np.broadcast_to(np.asarray(default if given is None else given, dtype=object), (B,))
@@ -225,7 +224,7 @@ class Call:
         return (self.params.B, self.params.H, self.params.Tq)
 
     def new_rows(self, slot: str, *more: int) -> None:
-        """Bind an output of one number, or of `more`, to a query row. NaN: what is not written shows."""
+        """Bind an output of one number, or of `more`, to a query row, full of NaN."""
         self.slots[slot] = self.bind_raw(np.full((*self.rows, *more), np.nan, np.float32))
 
     @property
@@ -244,17 +243,16 @@ class Call:
         self.out = self.bind("o", out)
         self.new_rows("RowMax")
         self.new_rows("RowSum")
-        threads = 32 * TILE_ROWS // 8 * FORWARD_PARTS.get(hd, 1)
         if decode:
             splits = max(1, min(64, -(-p.Tk // 256)))
             self.new_rows("Partial", splits, p.hd + 2)
             tiles = (0, self.row_tiles() * splits)
-            self._gpu.launch(f"attention_decode_hd{hd}", tiles, 1, threads, self.slots)
+            self._gpu.launch(f"attention_decode_hd{hd}", tiles, 1, AS_DECLARED, self.slots)
             rows = (0, p.B * p.H * p.Tq)
             self._gpu.launch("attention_decode_combine", rows, 1, 32, self.slots)
         else:
             tiles = (0, self.row_tiles())
-            self._gpu.launch(f"attention_fused_fwd_hd{hd}", tiles, 1, threads, self.slots)
+            self._gpu.launch(f"attention_fused_fwd_hd{hd}", tiles, 1, AS_DECLARED, self.slots)
 
     def gradients(self, dout: np.ndarray, dlse: np.ndarray | None, **outputs: np.ndarray) -> None:
         """Bind what the backward reads and writes."""
@@ -269,13 +267,12 @@ class Call:
         """Fill dq, dk and dv."""
         p, hd = self.params, self.head_dim
         self._gpu.set_constants(accumulate=accumulate)
-        threads = 32 * TILE_ROWS // 8 * PARTS[hd]
         row_tiles = (0, -(-p.B * p.H * p.Tq // TILE_ROWS))
         self._gpu.launch("attention_fused_bwd_d", row_tiles, 1, 128, self.slots)
         tiles = (0, self.row_tiles())
-        self._gpu.launch(f"attention_fused_bwd_dq_hd{hd}", tiles, 1, threads, self.slots)
+        self._gpu.launch(f"attention_fused_bwd_dq_hd{hd}", tiles, 1, AS_DECLARED, self.slots)
         key_tiles = (0, p.B * p.Hkv * -(-p.Tk // TILE_ROWS))
-        self._gpu.launch(f"attention_fused_bwd_dkv_hd{hd}", key_tiles, 1, threads, self.slots)
+        self._gpu.launch(f"attention_fused_bwd_dkv_hd{hd}", key_tiles, 1, AS_DECLARED, self.slots)
 
     def materialized_forward(self, out: np.ndarray) -> None:
         """Fill out, p, row_max and row_sum."""

@@ -9,6 +9,7 @@ struct GpuArgument {
 struct GpuKernel {
   const char* name;
   const void* function;
+  unsigned threads;  // of a threadgroup; 0: the caller says
   int argument_count;
   GpuArgument arguments[16];
 };

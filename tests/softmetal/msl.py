@@ -281,6 +281,17 @@ class Parser(Tokens):
             i = end + 1
         return found, i
 
+    def template_head(self, i: int) -> str:
+        """The `template <...>` that ends before token i."""
+        if self.text(i - 1) != ">":
+            return ""
+        first = i - 1
+        while self.text(first) != "template":
+            first -= 1
+            if first < 0:
+                raise fail(self.tokens[i], "a kernel after '>' that is no template")
+        return self.source(first, i)
+
     def kernel(self, i: int) -> int:
         token = self.tokens[i]
         template = self.template_head(i)
