@@ -1,5 +1,7 @@
 # make demo: train a small language model with forge and draw what it learnt.
-# make test: build everything and run all tests, C++ and Python.
+# make test: build everything and run all tests, C++ and Python. Those of forge.torch and forge.transformers, forge.jax and
+#   forge.mlx are skipped where these packages are not there; FORGE_REQUIRE_TORCH=1, FORGE_REQUIRE_JAX=1 and
+#   FORGE_REQUIRE_MLX=1 install them and run them.
 # make bench: time forge against other implementations, see docs/benchmarks.md.
 # make test-neon: the C++ tests for 64-bit ARM under an emulator (needs NEON_TOOLS).
 # make test-metal: the Metal backend on the software device, and the build for Macs, without a Mac.
@@ -17,6 +19,9 @@ FLOAT_STRIDE ?= 97
 # Exact versions: another one formats otherwise.
 LINT_TOOLS := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5 check-jsonschema==0.39.0
 MACHO_TOOLS := lief==1.0.0
+TEST_TOOLS := "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" -r benchmarks/requirements.txt \
+  $(if $(FORGE_REQUIRE_JAX),-r tests/requirements-jax.txt) \
+  $(if $(FORGE_REQUIRE_MLX),-r tests/requirements-mlx.txt)
 CASE_STRIDE ?= 1
 # The module of the software Metal device is another build of the same package.
 SOFTWARE := .venv-software
@@ -33,8 +38,7 @@ demo: $(VENV)/.installed
 	$(PY) examples/train_char_lm.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	$(PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" \
-	  -r benchmarks/requirements.txt
+	$(PIP) install --quiet $(TEST_TOOLS) $(if $(FORGE_REQUIRE_TORCH),-r tests/requirements-torch.txt)
 	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
 	$(VENV)/bin/cmake --build build/$(PRESET)
@@ -71,12 +75,11 @@ test-metal: $(SOFTWARE)/.tools
 	test -z "$$FORGE_REQUIRE_METAL"
 
 test-software: $(SOFTWARE)/.tools
-	$(SOFTWARE_PIP) install --quiet "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" \
-	  -r benchmarks/requirements.txt
+	$(SOFTWARE_PIP) install --quiet $(TEST_TOOLS)
 	$(SOFTWARE_PIP) install --quiet --no-build-isolation -C build-dir=build/software \
 	  -C cmake.define.FORGE_METAL=software -C cmake.define.FORGE_TESTS=ON \
 	  -C cmake.define.FORGE_WERROR=ON .
-	$(SOFTWARE)/bin/ctest --test-dir build/software --output-on-failure
+	FORGE_REQUIRE_TORCH= $(SOFTWARE)/bin/ctest --test-dir build/software --output-on-failure
 
 test-macos: $(SOFTWARE)/.tools
 	$(SOFTWARE_PIP) install --quiet $(MACHO_TOOLS)

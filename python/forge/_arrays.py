@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from forge import _forge
 from forge._memory import check_memory
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 IN_PLACE = "in place"
+
+# DLDeviceType of dlpack.h: the CPU's own memory, and that which it pins for a GPU.
+_HOST_DEVICES = (1, 3, 11)
+_DLPACK_DEVICES = {2: "CUDA", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA", 14: "oneAPI"}
 
 
 class Input(NamedTuple):
@@ -31,14 +38,13 @@ def as_input(name: str, value: object) -> Input:
     Nothing is cast: the dtype must be float32 or float64 already.
 
     Raises:
-        TypeError: ``value`` is no array, has masked elements, or has another dtype.
+        TypeError: ``value`` is no array, is not in the CPU's memory, has masked elements, or has
+            another dtype.
     """
     array = _as_ndarray(name, value)
     dtype = array.dtype
     if dtype.kind != "f" or dtype.itemsize not in (4, 8):
-        raise TypeError(
-            f"{name} must be float32 (or float64 with kernel='materialized'), got {dtype}"
-        )
+        raise TypeError(wrong_dtype(name, dtype))
     reason = _why_copy(array)
     if reason is None:
         return Input(array, array, IN_PLACE)
@@ -52,9 +58,60 @@ def _as_ndarray(name: str, value: object) -> Array:
         return value
     if isinstance(value, np.ndarray):
         return unmasked(name, value)
-    if hasattr(value, "__array__") and not isinstance(value, (np.generic, type)):
-        return unmasked(name, np.asanyarray(value))
-    raise TypeError(f"{name} must be a NumPy array, got {type(value).__name__}")
+    if isinstance(value, (np.generic, type)):
+        raise TypeError(f"{name} must be an array, got {_kind(value)}")
+    if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+        return _exported(name, value)
+    if hasattr(value, "__array__"):
+        return unmasked(name, _read(name, value, np.asanyarray))
+    raise TypeError(
+        f"{name} must be a NumPy array or a DLPack exporter on the CPU, got {_kind(value)}"
+    )
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _exported(name: str, value: Any) -> Array:
+    """Return the memory of a DLPack exporter as an array, without a copy."""
+    device, number = (int(part) for part in value.__dlpack_device__())
+    if device in _HOST_DEVICES:
+        return _read(name, value, np.from_dlpack)
+    if _has_buffer(value):  # MLX on a Mac: the GPU's memory is the CPU's, and it says so this way
+        return _read(name, value, np.asarray)
+    where = _DLPACK_DEVICES.get(device, f"DLPack device type {device}")
+    raise TypeError(
+        f"{name} must be in the CPU's memory, got {_kind(value)} on {where}, number {number}; "
+        "copy it to the CPU first"
+    )
+
+
+def _has_buffer(value: Any) -> bool:
+    try:
+        memoryview(value).release()
+    except (BufferError, TypeError):
+        return False
+    except RuntimeError:  # it has one, but not now: reading it says why
+        return True
+    return True
+
+
+def _read(name: str, value: object, reader: Callable[[Any], Any]) -> Array:
+    try:
+        array: Array = reader(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        dtype = str(getattr(value, "dtype", "float32"))
+        if dtype.rpartition(".")[2] not in ("float32", "float64"):
+            raise TypeError(wrong_dtype(name, dtype)) from error
+        raise TypeError(
+            f"{name} must be readable as a NumPy array, got {_kind(value)}: {error}"
+        ) from error
+    return array
+
+
+def wrong_dtype(name: str, dtype: object) -> str:
+    return f"{name} must be float32 (or float64 with kernel='materialized'), got {dtype}"
 
 
 def unmasked(name: str, array: Array) -> Array:

@@ -122,7 +122,8 @@ def attention(
     Args:
         q: queries, float32 ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]``. Any strides are read in place
             as long as the last axis has unit stride; byte-swapped, misaligned or last-axis-strided
-            arrays are copied, and :func:`last_run` says so.
+            arrays are copied, and :func:`last_run` says so. Other libraries' arrays that speak
+            DLPack and are on the CPU are read in place as well.
         k: keys, ``[B, Tk, Hkv, hd]`` or ``[B, Tk, Hkv * hd]``, of q's rank and dtype. Query head
             ``h`` reads key/value head ``h // (H / Hkv)``.
         v: values, of k's shape.

@@ -126,7 +126,7 @@ def _heads_of_3d(given: NamedArrays, H: int | None, Hkv: int | None) -> Heads:
     return Heads(q.shape[0], q.shape[1], k.shape[1], H, Hkv, hd)
 
 
-def _as_real(name: str, value: object, dtype: np.dtype[Any]) -> float:
+def as_real(name: str, value: object, dtype: np.dtype[Any]) -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a real number, got {type(value).__name__}")
     try:
@@ -142,7 +142,7 @@ def _as_real(name: str, value: object, dtype: np.dtype[Any]) -> float:
     return real
 
 
-def _as_window(window: object) -> tuple[int, int]:
+def as_window(window: object) -> tuple[int, int]:
     """Return (left, right), -1 for no limit."""
     if window is None:
         return -1, -1
@@ -163,7 +163,7 @@ def _no_limit_beyond_int64(end: int) -> int:
     return end if end <= _INT64_MAX else -1
 
 
-def _as_positions(name: str, value: object, B: int, lo: int, hi: int) -> Array | int:
+def as_positions(name: str, value: object, B: int, lo: int, hi: int) -> Array | int:
     if isinstance(value, np.ndarray) and value.ndim:
         value = unmasked(name, value)
         if value.dtype.kind not in "iu":
@@ -199,7 +199,7 @@ def _ranges(
         )
     ):
         if value is not None:
-            ranges[:, column] = _as_positions(name, value, B, lo, hi)
+            ranges[:, column] = as_positions(name, value, B, lo, hi)
     return ranges
 
 
@@ -254,8 +254,8 @@ def compiled_options(
     """
     if not isinstance(given.causal, (bool, np.bool_)):
         raise TypeError(f"causal must be a bool, got {type(given.causal).__name__}")
-    window_left, window_right = _as_window(given.window)
-    softcap = 0.0 if given.softcap is None else _as_real("softcap", given.softcap, dtype)
+    window_left, window_right = as_window(given.window)
+    softcap = 0.0 if given.softcap is None else as_real("softcap", given.softcap, dtype)
     if softcap < 0:
         raise ValueError(f"softcap must not be negative, got {given.softcap}")
     return {
@@ -264,9 +264,7 @@ def compiled_options(
         "window_right": window_right,
         "softcap": softcap,
         "scale": (
-            1 / math.sqrt(heads.hd)
-            if given.scale is None
-            else _as_real("scale", given.scale, dtype)
+            1 / math.sqrt(heads.hd) if given.scale is None else as_real("scale", given.scale, dtype)
         ),
         "ranges": _ranges(heads, given.query_offset, given.key_start, given.key_end),
         "kernel": kernel,

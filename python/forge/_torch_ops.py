@@ -1,0 +1,169 @@
+"""The operators ``forge::attention`` and ``forge::attention_backward`` of PyTorch.
+
+As operators torch.compile can put them into a graph: it asks the fake ones for shapes, and the
+autograd rule for the backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forge._arrays import Array, as_input
+from forge._attention import _prepare, attention_backward, attention_forward
+from forge._options import MaskAndScale, head_counts, kernel_name
+from forge._saved import Saved
+
+
+class Options(NamedTuple):
+    """What the operators take behind their tensors, in the order of _OPTIONS."""
+
+    query_offset: Tensor | None
+    key_start: Tensor | None
+    key_end: Tensor | None
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float | None
+    scale: float | None
+    num_heads: int | None
+    num_kv_heads: int | None
+    kernel: str | None
+    backend: str | None
+
+    def mask_and_scale(self) -> dict[str, Any]:
+        return {
+            "causal": self.causal,
+            "window": (self.window_left, self.window_right),
+            "softcap": self.softcap,
+            "scale": self.scale,
+            "query_offset": _positions_array(self.query_offset),
+            "key_start": _positions_array(self.key_start),
+            "key_end": _positions_array(self.key_end),
+        }
+
+
+_OPTIONS = (
+    "Tensor? query_offset, Tensor? key_start, Tensor? key_end, bool causal, int window_left, "
+    "int window_right, float? softcap, float? scale, int? num_heads, int? num_kv_heads, "
+    "str? kernel, str? backend"
+)
+_FORWARD = (
+    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS})"
+    " -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum, Tensor probs)"
+)
+_BACKWARD = (
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, "
+    f"Tensor row_sum, Tensor probs, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def _array(tensor: Tensor) -> Array:
+    """The tensor's own memory as an array."""
+    array: Array = tensor.detach().resolve_neg().numpy()
+    return array
+
+
+def _positions_array(tensor: Tensor | None) -> Array | None:
+    return None if tensor is None else _array(tensor)
+
+
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    given = Options(*options)
+    out, saved = attention_forward(
+        _array(q),
+        _array(k),
+        _array(v),
+        **given.mask_and_scale(),
+        num_heads=given.num_heads,
+        num_kv_heads=given.num_kv_heads,
+        kernel=given.kernel,
+        backend=given.backend,
+    )
+    probs = np.empty(0, out.dtype) if saved._probs is None else saved._probs
+    results = (out, saved.lse, saved.row_max, saved.row_sum, probs)
+    return tuple(torch.from_numpy(array) for array in results)
+
+
+def _run_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    out, row_max, row_sum, probs = (_array(tensor) for tensor in rest[:4])
+    given = Options(*rest[4:])
+    call = _prepare(
+        {"q": _array(q), "k": _array(k), "v": _array(v)},
+        MaskAndScale(**given.mask_and_scale()),
+        (given.num_heads, given.num_kv_heads),
+        given.kernel,
+        given.backend,
+    )
+    saved = Saved(
+        call,
+        as_input("out", out).array,
+        np.ascontiguousarray(row_max),
+        np.ascontiguousarray(row_sum),
+        np.ascontiguousarray(probs) if call.kernel == "materialized" else None,
+        call.options["backend"],
+    )
+    gradients = attention_backward(_array(dout), saved, dlse=None if dlse is None else _array(dlse))
+    return tuple(torch.from_numpy(array) for array in gradients)
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    given = Options(*options)
+    sizes = head_counts(q, k, v, given.num_heads, given.num_kv_heads)
+    rows = [q.new_empty((sizes.B, sizes.H, sizes.Tq)) for _ in range(3)]
+    materialized = kernel_name(given.kernel) == "materialized"
+    probs = q.new_empty((sizes.B, sizes.H, sizes.Tq, sizes.Tk) if materialized else (0,))
+    return q.new_empty(q.shape), *rows, probs
+
+
+def _fake_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, *options = inputs
+    out, _, row_max, row_sum, probs = output
+    positions, ctx.options = options[:3], options[3:]
+    ctx.save_for_backward(q, k, v, out, row_max, row_sum, probs, *positions)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    q, k, v, out, row_max, row_sum, probs, *positions = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients = backward_op(
+        dout, dlse, q, k, v, out, row_max, row_sum, probs, *positions, *ctx.options
+    )
+    wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
+    return *(x if needed else None for x, needed in wanted), *(None for _ in Options._fields)
+
+
+def _refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
+    raise NotImplementedError(
+        "forge.torch.attention has first derivatives only, got a backward through its backward; "
+        "where second derivatives are needed, use torch's own operations"
+    )
+
+
+forward_op = torch.library.custom_op(
+    "forge::attention", _run_forward, mutates_args=(), device_types="cpu", schema=_FORWARD
+)
+backward_op = torch.library.custom_op(
+    "forge::attention_backward",
+    _run_backward,
+    mutates_args=(),
+    device_types="cpu",
+    schema=_BACKWARD,
+)
+forward_op.register_fake(_fake_forward)
+backward_op.register_fake(_fake_backward)
+forward_op.register_autograd(_differentiate, setup_context=_keep)
+backward_op.register_autograd(_refuse_second_derivative)

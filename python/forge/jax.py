@@ -1,0 +1,274 @@
+"""forge's attention for JAX, by a callback: under jit, grad, vmap, scan and checkpoint.
+
+import forge.jax
+out = forge.jax.attention(q, k, v, causal=True, window=1024, softcap=50.0)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+try:
+    import jax
+except ImportError as error:
+    raise ImportError(
+        "forge.jax needs JAX: pip install jax, or pip install 'forge-attention[jax]'"
+    ) from error
+
+from forge._arrays import Array, wrong_dtype
+from forge._attention import _check_dtype, _prepare, attention_backward, attention_forward
+from forge._options import (
+    MaskAndScale,
+    Window,
+    backend_name,
+    compiled_options,
+    head_counts,
+    kernel_name,
+)
+from forge._saved import Saved
+
+__all__ = ["attention"]
+
+Positions: TypeAlias = int | Array | jax.Array | None
+
+
+class _Static(NamedTuple):
+    """What is known when JAX traces a call: hashable, one compiled program for each."""
+
+    ndim: int
+    B: int
+    options: tuple[tuple[str, Any], ...]
+    """Keyword arguments of forge.attention_forward but for the positions."""
+    positions: tuple[tuple[str, int | tuple[int, ...]], ...]
+    """Those given as plain ints or NumPy arrays."""
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    query_offset: Positions = None,
+    key_start: Positions = None,
+    key_end: Positions = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    kernel: str | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """Exact attention on JAX arrays, differentiable once in reverse; see :func:`forge.attention`.
+
+    The options are those of :func:`forge.attention`. Positions may be traced; all other options are
+    fixed when the call is traced. Causal attention is aligned at the bottom right, unlike that of
+    ``jax.nn.dot_product_attention``: where ``Tq != Tk``, ``query_offset=0`` gives JAX's.
+
+    Args:
+        q: queries, float32 ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]``; float64 (where JAX has it
+            enabled) with ``kernel="materialized"``.
+        k: keys, ``[B, Tk, Hkv, hd]`` or ``[B, Tk, Hkv * hd]``.
+        v: values, of k's shape.
+        causal: a query sees no key after its own position.
+        window: an int >= 1, or ``(left, right)``.
+        softcap: ``s = softcap * tanh(x / softcap)`` before the mask; None or 0: off.
+        scale: factor of ``q . k``; ``1 / sqrt(hd)`` by default.
+        query_offset: key position of query 0, an int or an int array ``[B]``; ``Tk - Tq`` by
+            default.
+        key_start: first visible key, an int or an int array ``[B]``.
+        key_end: one past the last visible key, likewise.
+        num_heads: ``H``; needed for 3-D arrays.
+        num_kv_heads: ``Hkv``; for 3-D arrays, ``H`` by default.
+        kernel: ``"fused"`` (the default) or ``"materialized"``.
+        backend: ``"cpu"`` or ``"metal"``; by default FORGE_BACKEND, else the first that serves.
+
+    Returns:
+        An array of q's shape and dtype. Rows that see no key are 0.
+
+    Raises:
+        TypeError: wrong types or dtypes; half precision is not converted. A forward-mode
+            derivative.
+        ValueError: wrong shapes or values, or a combination that kernel or backend cannot serve.
+        NotImplementedError: a second derivative.
+        jax.errors.JaxRuntimeError: what is found while it runs: traced positions out of range,
+            results that do not fit into memory. Its text has forge's message.
+    """
+    arrays = {"q": q, "k": k, "v": v}
+    for name, value in arrays.items():
+        _check_array(name, value)
+    positions = {"query_offset": query_offset, "key_start": key_start, "key_end": key_end}
+    traced = {name: value for name, value in positions.items() if isinstance(value, jax.Array)}
+    known = {name: value for name, value in positions.items() if name not in traced}
+    options = {
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "scale": scale,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "kernel": kernel,
+        "backend": backend,
+    }
+    fixed = _checked(arrays, options, known, traced)
+    out: jax.Array = _attention(fixed, q, k, v, traced)
+    return out
+
+
+def _checked(
+    arrays: dict[str, Any], options: dict[str, Any], known: dict[str, Any], traced: dict[str, Any]
+) -> _Static:
+    """Check what can be checked before anything runs, so that errors name the caller's line."""
+    q, k, v = arrays.values()
+    kernel = kernel_name(options["kernel"])
+    _check_dtype(arrays, kernel)
+    heads = head_counts(q, k, v, options["num_heads"], options["num_kv_heads"])
+    shaping = {name: options[name] for name in ("causal", "window", "softcap", "scale")}
+    backend = backend_name(options["backend"])
+    compiled_options(MaskAndScale(**shaping, **known), heads, q.dtype, kernel, backend)
+    for name, value in traced.items():
+        _check_positions(name, value, heads.B)
+    given = {name: _hashable(value) for name, value in known.items() if value is not None}
+    fixed = {**options, "kernel": kernel}
+    return _Static(q.ndim, heads.B, tuple(fixed.items()), tuple(given.items()))
+
+
+def _check_array(name: str, value: object) -> None:
+    if not isinstance(value, jax.Array):
+        raise TypeError(f"{name} must be a jax.Array, got {type(value).__name__}")
+    if value.dtype not in (np.float32, np.float64):
+        raise TypeError(
+            f"{wrong_dtype(name, value.dtype)}; convert it with {name}.astype(jax.numpy.float32)"
+        )
+
+
+def _hashable(position: object) -> Any:
+    """An int as it is, an int array as a tuple."""
+    value = np.asarray(position).tolist()
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_positions(name: str, value: Any, B: int) -> None:
+    if value.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be an int or an int array [B], got {value.dtype}")
+    if value.shape not in ((), (B,)):
+        raise ValueError(f"{name} must have shape () or ({B},), got {value.shape}")
+
+
+def _folded(x: Any, leading: int) -> Array:
+    """The axes that vmap put in front, and the batch axis, as one."""
+    array = np.asarray(x)
+    return array.reshape(math.prod(array.shape[: leading + 1]), *array.shape[leading + 1 :])
+
+
+def _keywords(fixed: _Static, traced: dict[str, Any], leading: int, batch: int) -> dict[str, Any]:
+    """Options and positions of a call whose batch is ``batch`` sequences, vmap's included."""
+    positions: dict[str, Any] = {}
+    for name, value in fixed.positions:
+        one_each = isinstance(value, tuple)
+        positions[name] = np.resize(np.array(value, np.int64), batch) if one_each else value
+    for name, value in traced.items():
+        array = np.asarray(value)
+        if array.ndim == leading:  # one int for a whole batch
+            array = np.broadcast_to(array[..., None], (*array.shape, fixed.B))
+        positions[name] = array.reshape(batch)
+    return {**dict(fixed.options), **positions}
+
+
+def _host_forward(fixed: _Static, q: Any, k: Any, v: Any, traced: dict[str, Any]) -> list[Array]:
+    leading = q.ndim - fixed.ndim
+    arrays = [_folded(x, leading) for x in (q, k, v)]
+    keywords = _keywords(fixed, traced, leading, arrays[0].shape[0])
+    out, saved = attention_forward(*arrays, **keywords)
+    results = [out, saved.row_max, saved.row_sum]
+    if saved._probs is not None:
+        results.append(saved._probs)
+    return [x.reshape(*q.shape[: leading + 1], *x.shape[1:]) for x in results]
+
+
+def _host_backward(
+    fixed: _Static, inputs: tuple[Any, ...], traced: dict[str, Any], kept: list[Any], dout: Any
+) -> list[Array]:
+    leading = dout.ndim - fixed.ndim
+    arrays = {name: _folded(x, leading) for name, x in zip("qkv", inputs, strict=True)}
+    keywords = _keywords(fixed, traced, leading, arrays["q"].shape[0])
+    heads = keywords.pop("num_heads"), keywords.pop("num_kv_heads")
+    kernel, backend = keywords.pop("kernel"), keywords.pop("backend")
+    call = _prepare(dict(arrays), MaskAndScale(**keywords), heads, kernel, backend)
+    out, row_max, row_sum, *probs = (_folded(x, leading) for x in kept)
+    p = probs[0] if probs else None
+    saved = Saved(call, out, row_max, row_sum, p, call.options["backend"])
+    gradients = attention_backward(_folded(dout, leading), saved)
+    return [x.reshape(*dout.shape[: leading + 1], *x.shape[1:]) for x in gradients]
+
+
+def _forward_callback(
+    fixed: _Static, q: jax.Array, k: jax.Array, v: jax.Array, traced: dict[str, Any]
+) -> Any:
+    options = dict(fixed.options)
+    sizes = head_counts(q, k, v, options["num_heads"], options["num_kv_heads"])
+    shapes = [q.shape, (sizes.B, sizes.H, sizes.Tq), (sizes.B, sizes.H, sizes.Tq)]
+    if options["kernel"] == "materialized":
+        shapes.append((sizes.B, sizes.H, sizes.Tq, sizes.Tk))
+    return jax.pure_callback(
+        lambda *given: _host_forward(fixed, *given),
+        [jax.ShapeDtypeStruct(shape, q.dtype) for shape in shapes],
+        q,
+        k,
+        v,
+        traced,
+        vmap_method="broadcast_all",
+    )
+
+
+def _backward_callback(
+    fixed: _Static, inputs: tuple[Any, ...], traced: dict[str, Any], kept: list[Any], dout: Any
+) -> Any:
+    return jax.pure_callback(
+        lambda *given: _host_backward(fixed, *given),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs],
+        inputs,
+        traced,
+        kept,
+        dout,
+        vmap_method="broadcast_all",
+    )
+
+
+def _without_derivative(callback: Any) -> Any:
+    """The callback, with a clear error where JAX asks for its derivative."""
+
+    def refuse(fixed: _Static, residuals: None, cotangents: Any) -> Any:
+        raise NotImplementedError(
+            "forge.jax.attention has first derivatives only, got a derivative of its gradient; "
+            "where second derivatives are needed, use jax.nn.dot_product_attention"
+        )
+
+    function = jax.custom_vjp(callback, nondiff_argnums=(0,))
+    function.defvjp(lambda fixed, *given: (callback(fixed, *given), None), refuse)
+    return function
+
+
+_forward = _without_derivative(_forward_callback)
+_backward = _without_derivative(_backward_callback)
+
+
+def _value(fixed: _Static, q: Any, k: Any, v: Any, traced: dict[str, Any]) -> Any:
+    return _forward(fixed, q, k, v, traced)[0]
+
+
+def _value_and_residuals(fixed: _Static, q: Any, k: Any, v: Any, traced: dict[str, Any]) -> Any:
+    kept = _forward(fixed, q, k, v, traced)
+    return kept[0], ((q, k, v), traced, kept)
+
+
+def _gradients(fixed: _Static, residuals: Any, dout: Any) -> Any:
+    return *_backward(fixed, *residuals, dout), None  # positions have no gradient
+
+
+_attention = jax.custom_vjp(_value, nondiff_argnums=(0,))
+_attention.defvjp(_value_and_residuals, _gradients)

@@ -1,0 +1,239 @@
+"""forge's attention for PyTorch: CPU tensors, gradients, torch.compile.
+
+Tensors are read and gradients are handed back on their own memory, without a copy.
+
+Example::
+
+    import forge.torch
+    out = forge.torch.attention(q, k, v, causal=True, window=1024, softcap=50.0)
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+try:
+    import torch
+    from torch import Tensor
+except ImportError as error:
+    raise ImportError(
+        "forge.torch needs PyTorch: pip install torch, or pip install 'forge-attention[torch]'"
+    ) from error
+
+from forge._arrays import as_int
+from forge._options import Window, as_window, kernel_name
+from forge._torch_ops import Options, forward_op
+
+__all__ = ["attention", "scaled_dot_product_attention"]
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}")
+    if value.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be a CPU tensor, got one on {value.device}; move it with {name}.cpu(), "
+            "or use F.scaled_dot_product_attention there"
+        )
+    if value.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"{name} must be torch.float32 (or torch.float64 with kernel='materialized'), got "
+            f"{value.dtype}; convert it with {name}.float(), load models with "
+            "dtype=torch.float32, and under torch.autocast call forge within "
+            "torch.autocast('cpu', enabled=False)"
+        )
+
+
+def _as_positions(name: str, value: int | Tensor | None) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        return value
+    position = as_int(name, value, "an int or an int tensor [B]")
+    if not -(2**63) <= position < 2**63:
+        raise ValueError(f"{name} must be within int64, got {position}")
+    return torch.tensor(position)
+
+
+def _as_float(name: str, value: object) -> float | None:
+    """Only the type is checked; the range is, where the dtype is known."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a real number, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    query_offset: int | Tensor | None = None,
+    key_start: int | Tensor | None = None,
+    key_end: int | Tensor | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    kernel: str | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Exact attention on CPU tensors, differentiable once; see :func:`forge.attention`.
+
+    The options are those of :func:`forge.attention`, and so is the layout: ``[B, T, heads, hd]``,
+    not torch's ``[B, heads, T, hd]`` (:func:`scaled_dot_product_attention` takes that one). Strided
+    tensors are read in place as long as their last axis has unit stride.
+
+    Args:
+        q: queries, float32 ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]`` on the CPU; float64 with
+            ``kernel="materialized"``.
+        k: keys, ``[B, Tk, Hkv, hd]`` or ``[B, Tk, Hkv * hd]``.
+        v: values, of k's shape.
+        causal: a query sees no key after its own position.
+        window: an int >= 1, or ``(left, right)``.
+        softcap: ``s = softcap * tanh(x / softcap)`` before the mask; None or 0: off.
+        scale: factor of ``q . k``; ``1 / sqrt(hd)`` by default.
+        query_offset: key position of query 0, an int or an int tensor ``[B]``; ``Tk - Tq`` by
+            default.
+        key_start: first visible key, an int or an int tensor ``[B]``.
+        key_end: one past the last visible key, likewise.
+        num_heads: ``H``; needed for 3-D tensors.
+        num_kv_heads: ``Hkv``; for 3-D tensors, ``H`` by default.
+        kernel: ``"fused"`` (the default) or ``"materialized"``.
+        backend: ``"cpu"`` or ``"metal"``; by default FORGE_BACKEND, else the first that serves.
+        return_lse: return the log-sum-exp of each row as well; gradients flow through it.
+
+    Returns:
+        ``out``, in q's shape; with ``return_lse`` ``(out, lse)``, ``lse`` being ``[B, H, Tq]``.
+
+    Raises:
+        TypeError: wrong types or dtypes; half precision is not converted.
+        ValueError: wrong shapes or values, tensors that are not on the CPU, or a combination that
+            kernel or backend cannot serve.
+        MemoryError: the results do not fit.
+    """
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, value)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend must be a string, got {type(backend).__name__}")
+    left, right = as_window(window)
+    options = Options(
+        query_offset=_as_positions("query_offset", query_offset),
+        key_start=_as_positions("key_start", key_start),
+        key_end=_as_positions("key_end", key_end),
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        softcap=_as_float("softcap", softcap),
+        scale=_as_float("scale", scale),
+        num_heads=None if num_heads is None else as_int("num_heads", num_heads),
+        num_kv_heads=None if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads),
+        kernel=kernel_name(kernel),
+        backend=backend,
+    )
+    out, lse, *_ = forward_op(q, k, v, *options)
+    return (out, lse) if return_lse else out
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What ``torch.nn.functional.scaled_dot_product_attention`` computes, by forge.
+
+    Args:
+        query: ``[..., H, Tq, hd]``, float32 on the CPU.
+        key: ``[..., Hkv, Tk, hd]``; its leading axes broadcast with those of query and value.
+        value: ``[..., Hkv, Tk, hd]``.
+        attn_mask: must be None; see Raises.
+        dropout_p: must be 0.
+        is_causal: query ``i`` sees keys 0 to ``i``: aligned at the top left, as in torch, also
+            where ``Tq != Tk``.
+        scale: ``1 / sqrt(hd)`` by default.
+        enable_gqa: query head ``h`` reads key/value head ``h // (H / Hkv)``.
+
+    Returns:
+        ``[..., H, Tq, hd]``.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: wrong shapes, or what forge has no kernel for: a mask given as a tensor,
+            dropout, values of another head size. The message says what to do instead.
+    """
+    _check_sdpa_options(attn_mask, dropout_p, is_causal, enable_gqa)
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor)
+        if tensor.ndim < (3 if enable_gqa else 2):
+            raise ValueError(
+                f"{name} must be [..., T, hd] ([..., heads, T, hd] with enable_gqa), got shape "
+                f"{tuple(tensor.shape)}"
+            )
+    if value.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"value must have the head size of key, got {value.shape[-1]} and {key.shape[-1]}; "
+            "use F.scaled_dot_product_attention, or pad value with zeros and cut the result"
+        )
+    shape, (q, k, v) = _batched(tensors, enable_gqa)
+    out = attention(q, k, v, causal=is_causal, scale=scale, query_offset=0 if is_causal else None)
+    return out.transpose(1, 2).reshape(shape)
+
+
+def _check_sdpa_options(
+    attn_mask: object, dropout_p: object, is_causal: object, enable_gqa: object
+) -> None:
+    if attn_mask is not None:
+        raise ValueError(
+            "attn_mask must be None, got a mask; forge takes no mask tensors. For a causal mask "
+            "give is_causal=True; for padding, windows and caches use forge.torch.attention with "
+            "key_start, key_end, window and query_offset; for any other mask use "
+            "F.scaled_dot_product_attention"
+        )
+    if dropout_p != 0:
+        raise ValueError(
+            f"dropout_p must be 0, got {dropout_p}; forge has no dropout on probabilities: set it "
+            "to 0 (and in evaluation pass 0 as with torch), or use F.scaled_dot_product_attention"
+        )
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+
+
+def _batched(
+    tensors: dict[str, Tensor], enable_gqa: bool
+) -> tuple[tuple[int, ...], tuple[Tensor, Tensor, Tensor]]:
+    """Return the shape of the result, and views ``[B, T, heads, hd]`` of the three tensors."""
+    own = 3 if enable_gqa else 2
+    leading = [tuple(tensor.shape[:-own]) for tensor in tensors.values()]
+    try:
+        common = tuple(torch.broadcast_shapes(*leading))
+    except RuntimeError as error:
+        raise ValueError(
+            f"query, key and value must have leading axes that broadcast, got {leading}; "
+            "enable_gqa=True is for fewer key/value heads than query heads"
+        ) from error
+    views = []
+    for tensor in tensors.values():
+        whole = tensor.expand(*common, *tensor.shape[-own:])
+        while whole.ndim < 4:  # without a batch, without heads
+            whole = whole.unsqueeze(0)
+        views.append(whole.flatten(0, -4).transpose(1, 2))
+    query = tensors["query"]
+    return (*common, *query.shape[-own:]), (views[0], views[1], views[2])
