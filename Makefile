@@ -1,5 +1,6 @@
 # make demo: train a small language model with forge and draw what it learnt.
 # make test: build everything and run all tests, C++ and Python.
+# make docs: the documentation as a site, build/docs/index.html.
 # make bench: time forge against other implementations, see docs/benchmarks.md.
 # make test-neon: the C++ tests for 64-bit ARM under an emulator (needs NEON_TOOLS).
 # make test-metal: the Metal backend on the software device, and the build for Macs, without a Mac.
@@ -25,7 +26,7 @@ SOFTWARE_PIP := $(SOFTWARE_PY) -m pip --disable-pip-version-check
 # What zig builds of its C++ library, a minute for each system, serves all builds.
 export ZIG_GLOBAL_CACHE_DIR ?= $(CURDIR)/build/zig-cache
 
-.PHONY: demo test bench test-neon test-neon-reduced test-metal test-software test-macos sanitize lint clean
+.PHONY: demo test docs bench test-neon test-neon-reduced test-metal test-software test-macos sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed

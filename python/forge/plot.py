@@ -43,7 +43,7 @@ def attention_map(
     that share a key/value head stand in one shaded band named after it.
 
     Args:
-        saved: from :func:`attention_forward` with ``kernel="materialized"``, which keeps ``p``.
+        saved: from :func:`forge.attention_forward` with ``kernel="materialized"``.
         batch: which sequence.
         heads: which query heads; all by default.
         tokens: a label for each of the ``Tk`` keys. A string is a label a character.
@@ -51,7 +51,7 @@ def attention_map(
             whose position a query stands (``query_offset``).
 
     Returns:
-        A figure of pyplot: ``plt.show()`` shows it, ``plt.close(figure)`` lets it go.
+        A pyplot figure; ``plt.show()`` shows it, ``plt.close(figure)`` lets it go.
 
     Raises:
         ImportError: matplotlib is not installed.
