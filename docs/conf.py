@@ -12,9 +12,11 @@ exclude_patterns = ["requirements.txt"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints = "none"  # each docstring says what its arguments may be
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_rtype = False
 
 # Any name in a docstring that leads nowhere is an error. Types of the standard library are not
 # linked: the build fetches nothing.

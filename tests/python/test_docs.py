@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forge
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,3 +98,11 @@ def test_each_make_target_in_the_documentation_exists():
     for page in PAGES:
         for target in re.findall(r"^    make ([a-z-]+)", page.read_text(), re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{name_of(page)}: {target}"
+
+
+def test_the_api_page_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name in forge.__all__:
+        assert re.search(rf"forge\.{name}\b", page), name
+    for name in forge.kernels.__all__:
+        assert f"forge.kernels.{name}\n" in page
