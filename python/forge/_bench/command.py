@@ -124,7 +124,7 @@ def exit_status(results: dict[str, Any]) -> int:
     return 1 if forge_failed or not results["records"] else 0
 
 
-def _free_stem(folder: Path, date: str) -> Path:
+def free_stem(folder: Path, date: str) -> Path:
     """Return a path without ending for today's results; earlier ones of the day stay."""
     number, stem = 1, folder / date
     while stem.with_suffix(".json").exists():
@@ -136,7 +136,7 @@ def _free_stem(folder: Path, date: str) -> Path:
 def write(results: dict[str, Any], folder: Path) -> list[Path]:
     """Write JSON, Markdown and, where matplotlib is installed, a picture."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = _free_stem(folder, results["date"])
+    stem = free_stem(folder, results["date"])
     paths = [stem.with_suffix(suffix) for suffix in (".json", ".md", ".png")]
     try:
         from forge._bench.picture import draw
