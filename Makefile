@@ -88,6 +88,12 @@ test-macos: $(SOFTWARE)/.tools
 	$(SOFTWARE)/bin/cmake --build build/macos-cross
 	$(SOFTWARE)/bin/ctest --preset macos-cross
 
+# A warning is an error: a link that leads nowhere, a page that no menu lists, a name in a docstring that is not there.
+docs: $(VENV)/.installed
+	$(PIP) install --quiet -r docs/requirements.txt
+	$(PY) -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
+	@echo build/docs/index.html
+
 # A peer that cannot be installed is left out of the run.
 bench: $(VENV)/.installed
 	$(PIP) install --quiet -r benchmarks/requirements.txt
