@@ -2,6 +2,7 @@
 # make test: build everything and run all tests, C++ and Python. Those of forge.torch and forge.transformers, forge.jax and
 #   forge.mlx are skipped where these packages are not there; FORGE_REQUIRE_TORCH=1, FORGE_REQUIRE_JAX=1 and
 #   FORGE_REQUIRE_MLX=1 install them and run them.
+# make docs: the documentation as a site, build/docs/index.html.
 # make bench: time forge against other implementations, see docs/benchmarks.md.
 # make test-neon: the C++ tests for 64-bit ARM under an emulator (needs NEON_TOOLS).
 # make test-metal: the Metal backend on the software device, and the build for Macs, without a Mac.
@@ -30,7 +31,7 @@ SOFTWARE_PIP := $(SOFTWARE_PY) -m pip --disable-pip-version-check
 # What zig builds of its C++ library, a minute for each system, serves all builds.
 export ZIG_GLOBAL_CACHE_DIR ?= $(CURDIR)/build/zig-cache
 
-.PHONY: demo test bench test-neon test-neon-reduced test-metal test-software test-macos sanitize lint clean
+.PHONY: demo test docs bench test-neon test-neon-reduced test-metal test-software test-macos sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -89,6 +90,12 @@ test-macos: $(SOFTWARE)/.tools
 	  -Dpybind11_DIR=$$($(SOFTWARE_PY) -m pybind11 --cmakedir)
 	$(SOFTWARE)/bin/cmake --build build/macos-cross
 	$(SOFTWARE)/bin/ctest --preset macos-cross
+
+# A warning is an error: a link that leads nowhere, a page that no menu lists, a name in a docstring that is not there.
+docs: $(VENV)/.installed
+	$(PIP) install --quiet -r docs/requirements.txt
+	$(PY) -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
+	@echo build/docs/index.html
 
 # A peer that cannot be installed is left out of the run.
 bench: $(VENV)/.installed

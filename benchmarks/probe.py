@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.machine import usable_cpus
+from forge._bench.limits import Limits
+from forge._bench.machine import usable_cpus
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "benchmarks" / "probe"
@@ -34,7 +35,7 @@ def _build() -> Path:
     return next(BUILD.glob("libforge_probe.*"))
 
 
-class Probe:
+class Probe(Limits):
     """Measures, on as many threads as the peers get, what the machine can do right now."""
 
     def __init__(self, threads: int):
@@ -43,7 +44,6 @@ class Probe:
         self.count = len(cpus)
         self.cpus = (ctypes.c_int * self.count)(*cpus)
         self.library: ctypes.CDLL | None = None
-        self.reason = ""
         try:
             self.library = ctypes.CDLL(str(_build()))
         except (OSError, StopIteration) as error:
@@ -52,11 +52,7 @@ class Probe:
         self.library.forge_probe_target.restype = ctypes.c_char_p
         self.library.forge_probe_flops.restype = ctypes.c_double
         self.library.forge_probe_read.restype = ctypes.c_double
-
-    @property
-    def target(self) -> str | None:
-        """The instruction set that the limit is measured with: the best this machine has."""
-        return self.library.forge_probe_target().decode() if self.library else None
+        self.target = self.library.forge_probe_target().decode()  # the best this machine has
 
     def gflops(self) -> float | None:
         """Billions of operations a second in independent fused multiply-adds: the FMA peak."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os as _os
 from typing import Any
 
-from forge import _forge, kernels
+from forge import _forge, kernels, plot
 from forge._arrays import as_int as _as_int
 from forge._arrays import empty
 from forge._attention import attention, attention_backward, attention_forward
@@ -22,6 +22,7 @@ __all__ = [
     "empty",
     "kernels",
     "last_run",
+    "plot",
     "set_num_threads",
 ]
 

@@ -1,4 +1,4 @@
-"""The command line: ``python -m forge info`` and ``python -m forge check``."""
+"""The command line: ``python -m forge info``, ``check`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import numpy as np
 
 import forge
 from forge import _check, _forge
+from forge._bench import cli as _bench
 
 _CHECK_HELP = """\
 Run forge's kernels, forward and backward, on this machine: every backend that is usable here (the
@@ -227,7 +228,7 @@ def _run_check(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m forge",
-        description="Exact attention for NumPy arrays: what is here, and does it compute right?",
+        description="Exact attention for NumPy arrays: what is here, is it right, how fast?",
         epilog="Exit status: 0 all is well, 1 a check failed, 2 a wrong command line.",
     )
     parser.add_argument("--version", action="version", version=f"forge {forge.__version__}")
@@ -253,11 +254,22 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--backend", choices=list(forge.backends()), help="check this backend only")
     check.add_argument("--json", **as_json)  # type: ignore[arg-type]
     check.set_defaults(run=_run_check)
+
+    bench = commands.add_parser(
+        "bench",
+        help="time forge beside the other implementations that are installed",
+        description=_bench.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 measured, 1 nothing was, or forge gave wrong answers, 2 a wrong "
+        "command line, 130 interrupted.",
+    )
+    _bench.configure(bench)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    arguments = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser().parse_args(argv, argparse.Namespace(argv=list(argv)))
     status: int = arguments.run(arguments)
     return status

@@ -67,7 +67,7 @@ class Saved:
 
     @property
     def kernel(self) -> str:
-        """The kernel family asked for: ``"fused"`` or ``"materialized"``."""
+        """The kernel family that was asked for, ``"fused"`` or ``"materialized"``."""
         return self._call.kernel
 
     @property

@@ -54,7 +54,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist):
     [module] = [name for name in package if name.startswith("forge/_forge.") and ".pyi" not in name]
     assert module.endswith(".so")
     assert {"forge/__init__.py", "forge/_forge.pyi", "forge/py.typed"} <= package
-    sources = {f"forge/{path.name}" for path in (ROOT / "python/forge").iterdir() if path.is_file()}
+    tree = [path for path in (ROOT / "python/forge").rglob("*") if path.is_file()]
+    sources = {
+        path.relative_to(ROOT / "python").as_posix()
+        for path in tree
+        if path.parent.name != "__pycache__"
+    }
     assert package - {module, "forge/forge.metallib"} == sources
     assert all(name.split("/")[0].endswith(".dist-info") for name in names - package)
     assert any(name.endswith("LICENSE") for name in names)

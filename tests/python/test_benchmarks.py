@@ -1,6 +1,7 @@
-"""The benchmark command on one tiny shape: what it writes, and that it refuses wrong answers."""
+"""The benchmark commands on one tiny shape: what they say, and that they refuse wrong answers."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,42 +9,53 @@ from pathlib import Path
 import forge
 import numpy as np
 import pytest
+from forge._bench import command
+from forge._bench.cases import CASES, Case, Inputs, parse_shape, variants
+from forge._bench.measure import Measured
+from forge._bench.peers import PEERS
+from forge._bench.report import caveats
+from forge._bench.runs import fastest_other, lead, make_record
+from forge._bench.truth import WrongAnswerError, check_rows, check_whole, solve
 from oracle import Problem
-
-from benchmarks.cases import CASES, Case, Inputs, parse_shape, variants
-from benchmarks.measure import Measured
-from benchmarks.peers import PEERS
-from benchmarks.report import caveats
-from benchmarks.runs import fastest_other, lead, make_record
-from benchmarks.truth import WrongAnswerError, check_rows, check_whole, solve
 
 ROOT = Path(__file__).parents[2]
 
 
-def benchmark(folder, *arguments):
+TINY = ("--peers", "numpy,forge", "--shapes", "1x24x4x2x8", "--threads", "1")
+
+
+def call(command, *arguments, without=(), hidden_in=None):
+    """A command line in a process of its own, where some packages are missing."""
+    hidden = []
+    for package in without:
+        (hidden_in / "hidden").mkdir(exist_ok=True)
+        (hidden_in / "hidden" / f"{package}.py").write_text("raise ImportError('hidden')")
+        hidden = [str(hidden_in / "hidden")]
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--out", str(folder), *arguments],
+        [sys.executable, "-m", command, *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(hidden), "MPLBACKEND": "Agg"},
     )
 
 
-def need_what_draws():
-    """The command needs them; the rest of the benchmarks does not."""
-    for module in ("matplotlib", "tqdm"):
+def benchmark(folder, *arguments, **options):
+    return call("benchmarks", "--out", folder, *arguments, **options)
+
+
+def need(*modules):
+    for module in modules:
         pytest.importorskip(module, reason=f"make bench installs {module}")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """The files of one quick run."""
-    need_what_draws()
+    need("matplotlib", "tqdm")
     folder = tmp_path_factory.mktemp("results")
-    run = benchmark(
-        folder, "--quick", "--peers", "numpy,forge", "--shapes", "1x24x4x2x8", "--threads", "1"
-    )
+    run = benchmark(folder, "--quick", *TINY)
     assert run.returncode == 0, run.stderr
     files = {path.suffix: path for path in folder.iterdir()}
     assert set(files) == {".json", ".md", ".png"}
@@ -92,7 +104,7 @@ def test_the_picture_shows_the_peers(results):
         pytest.importorskip("matplotlib.colors"),
         pytest.importorskip("matplotlib.image"),
     )
-    from benchmarks.picture import STYLES
+    from forge._bench.picture import STYLES
 
     pixels = image.imread(results[".png"])[..., :3].reshape(-1, 3)
     assert pixels.shape[0] > 500_000
@@ -101,12 +113,11 @@ def test_the_picture_shows_the_peers(results):
         assert (near.sum() > 100) == shown, peer
 
 
-def test_a_second_run_of_the_day_keeps_the_first(tmp_path):
-    from benchmarks.__main__ import free_stem
-
-    assert free_stem(tmp_path, "2026-01-31").name == "2026-01-31"
-    (tmp_path / "2026-01-31.json").touch()
-    assert free_stem(tmp_path, "2026-01-31").name == "2026-01-31-2"
+def test_a_second_run_of_the_day_keeps_the_first(results, tmp_path):
+    data = json.loads(results[".json"].read_text())
+    first, second = ({path.name for path in command.write(data, tmp_path)} for _ in range(2))
+    assert {name.replace(data["date"], "") for name in first} == {".json", ".md", ".png"}
+    assert {name.replace(data["date"], "") for name in second} == {"-2.json", "-2.md", "-2.png"}
 
 
 @pytest.mark.parametrize(
@@ -115,12 +126,14 @@ def test_a_second_run_of_the_day_keeps_the_first(tmp_path):
         (["--peers", "abacus"], "peers must be of forge"),
         (["--shapes", "1x2x3"], "shape must be BxTxHxHkvxhd or one of 128"),
         (["--shapes", "1x8x3x2x8"], "shape must be"),
-        (["--modes", "sideways"], "--modes must be of forward, backward"),
+        (["--modes", "sideways"], "modes must be of forward, backward, got 'sideways'"),
         (["--rounds", "0"], "must be at least 1, got 0"),
     ],
 )
-def test_wrong_options_are_refused(arguments, message, tmp_path):
-    run = benchmark(tmp_path, *arguments)
+@pytest.mark.parametrize("name", ["benchmarks", "forge"])
+def test_wrong_options_are_refused(name, arguments, message, tmp_path):
+    words = ["bench"] if name == "forge" else []
+    run = call(name, *words, "--out", tmp_path / "results", *arguments)
     assert run.returncode == 2
     assert message in run.stderr
     assert not list(tmp_path.iterdir())
@@ -128,22 +141,14 @@ def test_wrong_options_are_refused(arguments, message, tmp_path):
 
 def test_a_peer_that_is_not_installed_is_left_out(tmp_path):
     """The others run, and the report says why one did not."""
-    need_what_draws()
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from benchmarks.__main__ import main\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    arguments = "--quick --peers torch,numpy --shapes 1x4x1x1x4 --modes forward"
-    run = subprocess.run(
-        [sys.executable, "-c", code, *arguments.split(), "--out", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    arguments = ["--quick", "--peers", "torch,numpy", "--shapes", "1x4x1x1x4", "--modes", "forward"]
+    folder = tmp_path / "results"
+    run = benchmark(folder, *arguments, without=["torch"], hidden_in=tmp_path)
     assert run.returncode == 0, run.stderr
-    data = json.loads(next(tmp_path.glob("*.json")).read_text())
+    data = json.loads(next(folder.glob("*.json")).read_text())
     assert [entry["peer"] for entry in data["left_out"]] == ["torch"]
     assert "not installed" in data["left_out"][0]["reason"]
-    assert "- torch: not installed" in next(tmp_path.glob("*.md")).read_text()
+    assert "- torch: not installed" in next(folder.glob("*.md")).read_text()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -229,3 +234,63 @@ def test_the_lead_is_over_the_fastest_other_peer():
     assert record["peers"]["forge"]["peak_share"] == pytest.approx(share)
     del record["peers"]["numpy"], record["peers"]["torch"]
     assert lead(record) is None
+
+
+def test_forge_bench_prints_a_table():
+    run = call("forge", "bench", "--rounds", "2", *TINY)
+    assert run.returncode == 0, run.stderr
+    assert "## Forward, causal\n" in run.stdout
+    assert "| case | numpy | forge | x |" in run.stdout  # no limit is measured, none is shown
+    assert "peak" not in run.stdout
+    assert "1x24x4x2x8 causal backward: " in run.stderr
+
+
+def test_forge_bench_prints_json_and_nothing_else():
+    run = call("forge", "bench", "--json", "--rounds", "2", "--modes", "forward", *TINY)
+    assert run.returncode == 0, run.stderr
+    data = json.loads(run.stdout)
+    [record] = data["records"]
+    assert set(record["peers"]) == {"numpy", "forge"}
+    assert record["peak_gflops"] is None
+    assert data["settings"]["threads"] == 1
+
+
+def test_forge_bench_does_without_tqdm_and_matplotlib(tmp_path):
+    out = tmp_path / "results"
+    run = call(
+        "forge", "bench", "--out", out, "--rounds", "1", *TINY,
+        without=["tqdm", "matplotlib"], hidden_in=tmp_path,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert {path.suffix for path in out.iterdir()} == {".json", ".md"}
+    assert "![" not in next(out.glob("*.md")).read_text()
+
+
+def test_forge_bench_says_when_nothing_could_be_measured(tmp_path):
+    run = call(
+        "forge", "bench", "--peers", "torch", "--shapes", "1x4x1x1x4",
+        without=["torch"], hidden_in=tmp_path,
+    )  # fmt: skip
+    assert run.returncode == 1
+    assert "- torch: not installed" in run.stdout
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_anything_runs(tmp_path):
+    (tmp_path / "file").touch()
+    run = call("forge", "bench", "--out", tmp_path / "file", *TINY)
+    assert run.returncode == 2
+    assert "file" in run.stderr.splitlines()[-1]
+
+
+def test_forge_that_was_left_out_is_a_failure():
+    left_out = {"peer": "forge", "case": "1k", "reason": "dq is off by 1e-2"}
+    assert command.exit_status({"records": [1], "left_out": [left_out]}) == 1
+    assert command.exit_status({"records": [1], "left_out": [{**left_out, "peer": "jax"}]}) == 0
+    assert command.exit_status({"records": [1], "left_out": [], "interrupted": True}) == 130
+
+
+def test_forge_alone_does_not_import_the_benchmark():
+    code = (
+        "import sys, forge; sys.exit(any(name.startswith('forge._bench') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

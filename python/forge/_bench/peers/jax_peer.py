@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cases import Array, Case, Inputs
-from benchmarks.peers import Runner
+from forge._bench.cases import Array, Case, Inputs
+from forge._bench.peers import Runner
 
 
 def _with_softcap(case: Case) -> Callable[..., jax.Array]:
@@ -27,7 +28,7 @@ def _with_softcap(case: Case) -> Callable[..., jax.Array]:
 
 
 def _library_call(case: Case) -> Callable[..., jax.Array]:
-    options = {"is_causal": case.causal and not case.is_decode}
+    options: dict[str, Any] = {"is_causal": case.causal and not case.is_decode}
     if case.window:
         options["local_window_size"] = (case.window - 1, 0)
     return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options)
@@ -45,7 +46,7 @@ def prepare(case: Case, inputs: Inputs, threads: int) -> Runner:
     def backward() -> tuple[jax.Array, ...]:
         if not saved:
             saved.append(jax.block_until_ready(save(q, k, v)))
-        return jax.block_until_ready(pull(saved[0], dout))
+        return tuple(jax.block_until_ready(pull(saved[0], dout)))
 
     def arrays(gradients: tuple[jax.Array, ...]) -> tuple[Array, ...]:
         return tuple(np.asarray(x) for x in gradients)

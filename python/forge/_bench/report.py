@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.runs import lead
+from forge._bench.runs import lead
 
 Record = dict[str, Any]
 
 READING = """\
-GFLOP/s, counted over visible (query, key) pairs only, and the share of the FMA peak; medians over
-rounds in which all peers took turns. The peak was measured in the same rounds with independent
-fused multiply-adds on the same threads. `x` is the time of the fastest other peer over forge's:
-above 1 forge is faster. Figures of different runs do not compare; those of one row do.
+Each peer's answers were held against float64 first. GFLOP/s, counted over visible (query, key)
+pairs only; medians over rounds in which all peers took turns. `x` is the time of the fastest other
+peer over forge's: above 1 forge is faster. Figures of different runs do not compare; those of one
+row do.
+"""
+DECODE = """
+Time of a call, GB/s of keys and values; in brackets, where it was measured, the share of the rate
+at which the same threads read memory in the same rounds.
+"""
+PEAK = """
+In brackets the share of the FMA peak, which was measured in the same rounds with independent fused
+multiply-adds on the same threads.
 """
 
 
@@ -34,36 +43,27 @@ def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.0f}"
 
 
-def _speed_table(records: list[Record], peers: list[str]) -> str:
+def _speed(row: Record) -> str:
+    return f"{row['gflops']:.1f}{_percent(row['peak_share'])}"
+
+
+def _decode(row: Record) -> str:
+    return f"{1e3 * row['seconds']:.3f} ms, {row['kv_gbs']:.1f}{_percent(row['read_share'])}"
+
+
+def _case_table(
+    records: list[Record], limit: str, limit_title: str, cell: Callable[[Record], str]
+) -> str:
+    """A row a case: the limit, where it was measured, and each peer."""
+    peers = list(dict.fromkeys(peer for record in records for peer in record["peers"]))
+    known = any(record[limit] is not None for record in records)
     rows = []
     for record in records:
-        cells = []
-        for peer in peers:
-            row = record["peers"].get(peer)
-            cells.append(f"{row['gflops']:.1f}{_percent(row['peak_share'])}" if row else "")
-        name = f"**{record['case']}** {record['label']}"
-        rows.append([name, _number(record["peak_gflops"]), *cells, _ratio(record)])
-    return _table(["case", "peak", *peers, "x"], rows)
-
-
-def _decode_table(records: list[Record], peers: list[str]) -> str:
-    rows = []
-    for record in records:
-        cells = []
-        for peer in peers:
-            row = record["peers"].get(peer)
-            cells.append(
-                f"{1e3 * row['seconds']:.3f} ms, {row['kv_gbs']:.1f}{_percent(row['read_share'])}"
-                if row
-                else ""
-            )
-        name = f"**{record['case']}** {record['label']}"
-        rows.append([name, _number(record["read_gbs"]), *cells, _ratio(record)])
-    return _table(["case", "read rate", *peers, "x"], rows)
-
-
-def _present(records: list[Record]) -> list[str]:
-    return list(dict.fromkeys(peer for record in records for peer in record["peers"]))
+        row = [f"**{record['case']}** {record['label']}"]
+        row += [_number(record[limit])] if known else []
+        row += [cell(record["peers"][peer]) if peer in record["peers"] else "" for peer in peers]
+        rows.append([*row, _ratio(record)])
+    return _table(["case", *([limit_title] if known else []), *peers, "x"], rows)
 
 
 def _sections(records: list[Record]) -> list[str]:
@@ -79,15 +79,12 @@ def _sections(records: list[Record]) -> list[str]:
             ]
             if chosen:
                 title = f"{mode.capitalize()}, {'causal' if causal else 'full'}"
-                parts.append(f"## {title}\n\n{_speed_table(chosen, _present(chosen))}")
+                table = _case_table(chosen, "peak_gflops", "peak", _speed)
+                parts.append(f"## {title}\n\n{table}")
     decode = [record for record in records if record["kv_bytes"] is not None]
     if decode:
-        parts.append(
-            "## Decode: one query a head\n\n"
-            + _decode_table(decode, _present(decode))
-            + "\nTime of a call, GB/s of keys and values, and the share of the rate at which the"
-            "\nsame threads read memory, measured in the same rounds.\n"
-        )
+        table = _case_table(decode, "read_gbs", "read rate", _decode)
+        parts.append(f"## Decode: one query a head\n\n{table}{DECODE}")
     return parts
 
 
@@ -119,7 +116,7 @@ def _head(results: dict[str, Any]) -> str:
         f"# Attention on {settings['threads']} CPU threads, {results['date']}",
         "",
         f"- machine: {machine['cpu']}, {machine['usable_cpus']} usable CPUs, {machine['system']}",
-        f"- peak measured with: {results['peak_target'] or 'nothing, no probe'}",
+        *([f"- peak measured with: {results['peak_target']}"] if results["peak_target"] else []),
         f"- versions: {versions}; Python {machine['python']}",
         f"- rounds: {settings['rounds']}, turns of {1e3 * settings['turn_seconds']:.0f} ms",
         f"- others' load during the rounds that count: {others}",
@@ -128,9 +125,11 @@ def _head(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def markdown(results: dict[str, Any], picture: str) -> str:
+def markdown(results: dict[str, Any], picture: str | None = None) -> str:
     """The whole report; `picture` is the file name of the picture beside it."""
-    parts = [_head(results), READING, f"![Speed of each peer]({picture})\n"]
+    parts = [_head(results), READING + (PEAK if results["peak_target"] else "")]
+    if picture:
+        parts.append(f"![Speed of each peer]({picture})\n")
     parts += _sections(results["records"])
     if results["left_out"]:
         lines = [

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.cases import Case, Inputs
-from benchmarks.machine import Threads
-from benchmarks.measure import Call, Measured, Method, Stopwatch
-from benchmarks.peers import PEERS, Runner, Unsupported
-from benchmarks.probe import Probe
-from benchmarks.truth import WrongAnswerError, check_rows, check_whole
+from forge._bench.cases import Case, Inputs
+from forge._bench.limits import Limits
+from forge._bench.machine import Threads
+from forge._bench.measure import Call, Measured, Method, Stopwatch
+from forge._bench.peers import PEERS, Runner, Unsupported
+from forge._bench.progress import Progress
+from forge._bench.truth import WrongAnswerError, check_rows, check_whole
 
 
 @dataclass
@@ -58,27 +58,28 @@ def versions(peers: list[str]) -> dict[str, str]:
 class Benchmark:
     """Runs a plan; `results` grows with every case and mode."""
 
-    def __init__(self, plan: Plan, results: Results, say: Callable[[str], None]):
+    def __init__(self, plan: Plan, results: Results, limits: Limits, progress: Progress):
         self.plan = plan
         self.results = results
-        self.say = say
+        self.progress = progress
+        self.say = progress.say
         self.threads = Threads(plan.threads)
         self.threads.place_new()  # those that importing NumPy has started
-        self.probe = Probe(plan.threads)
-        self.stopwatch = Stopwatch(plan.method, self.threads, self.probe)
+        self.stopwatch = Stopwatch(plan.method, self.threads, limits)
         self.prepare = {}
         for name in plan.peers:
             try:
                 self.prepare[name] = PEERS[name].load()
             except Unsupported as reason:
                 self._leave_out(name, "", str(reason))
-        results.head["peak_target"] = self.probe.target
+        results.head["peak_target"] = limits.target
         results.head["versions"] = versions(list(self.prepare))
-        if self.probe.reason:
-            say(f"no shares of peak: {self.probe.reason}")
+        if limits.reason:
+            self.say(f"no shares of peak: {limits.reason}")
 
-    def run(self, progress: Callable[[bool], None], describe: Callable[[str], None]) -> None:
+    def run(self) -> None:
         """All cases, all modes."""
+        describe, progress = self.progress.describe, self.progress.round_done
         for case in self.plan.cases:
             describe(f"{case.name} check")
             inputs = Inputs.random(case)
@@ -172,7 +173,7 @@ def make_record(case: Case, mode: str, measured: Measured) -> dict[str, Any]:
 def fastest_other(record: dict[str, Any]) -> str | None:
     """The fastest peer that is not forge."""
     others = {name: row["seconds"] for name, row in record["peers"].items() if name != "forge"}
-    return min(others, key=others.get) if others else None
+    return min(others, key=lambda name: others[name]) if others else None
 
 
 def lead(record: dict[str, Any]) -> float | None:
@@ -180,7 +181,7 @@ def lead(record: dict[str, Any]) -> float | None:
     other = fastest_other(record)
     if other is None or "forge" not in record["peers"]:
         return None
-    return record["peers"][other]["seconds"] / record["peers"]["forge"]["seconds"]
+    return float(record["peers"][other]["seconds"] / record["peers"]["forge"]["seconds"])
 
 
 def summary(record: dict[str, Any]) -> str:

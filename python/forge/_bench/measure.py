@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.machine import Load, Threads
-from benchmarks.probe import Probe
+from forge._bench.limits import Limits
+from forge._bench.machine import Load, Threads
 
 MOST_CALLS = 2000  # a turn
 SLOW_SECONDS = 1.0  # a call that takes longer is timed once a turn, in the first rounds only
@@ -68,10 +68,10 @@ class Measured:
 class Stopwatch:
     """Times the calls of one case and mode."""
 
-    def __init__(self, method: Method, threads: Threads, probe: Probe):
+    def __init__(self, method: Method, threads: Threads, limits: Limits):
         self.method = method
         self.threads = threads
-        self.probe = probe
+        self.limits = limits
         self.lost = 0.0  # seconds of patience
 
     def measure(
@@ -89,8 +89,8 @@ class Stopwatch:
                 start = time.perf_counter()
                 load.look()
                 timed = self._round(calls, order, done)
-                peak = self.probe.gflops()
-                read = self.probe.read_gbs() if reads_memory else None
+                peak = self.limits.gflops()
+                read = self.limits.read_gbs() if reads_memory else None
                 foreign = load.look()
                 order = order[1:] + order[:1]
                 if self._is_disturbed(foreign) and self.lost < self.method.patience:

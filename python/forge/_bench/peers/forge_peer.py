@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import forge
+from typing import Any
 
-from benchmarks.cases import Case, Inputs
-from benchmarks.peers import Runner
+import forge
+from forge._bench.cases import Case, Inputs
+from forge._bench.peers import Runner
 
 
 def prepare(case: Case, inputs: Inputs, threads: int) -> Runner:
     forge.set_num_threads(threads)
-    options = {
+    options: dict[str, Any] = {
         "causal": case.causal,
         "window": case.window,
         "softcap": case.softcap,
@@ -18,7 +19,7 @@ def prepare(case: Case, inputs: Inputs, threads: int) -> Runner:
         "kernel": "fused",
     }
     _, saved = forge.attention_forward(inputs.q, inputs.k, inputs.v, **options)
-    ran = forge.last_run()
+    ran = forge.last_run() or {}
     return Runner(
         forward=lambda: forge.attention(inputs.q, inputs.k, inputs.v, **options),
         as_output=lambda out: out,

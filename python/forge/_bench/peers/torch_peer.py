@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.cases import Array, Case, Inputs
-from benchmarks.peers import Runner
+from forge._bench.cases import Array, Case, Inputs
+from forge._bench.peers import Runner
 
 
 def _bias(case: Case) -> torch.Tensor | None:
@@ -21,12 +21,12 @@ def _bias(case: Case) -> torch.Tensor | None:
     return torch.zeros(case.Tq, case.Tk).masked_fill_(~torch.from_numpy(mask), -math.inf)
 
 
-def _with_softcap(case: Case) -> Callable[..., torch.Tensor]:
+def _with_softcap(case: Case, softcap: float) -> Callable[..., torch.Tensor]:
     bias, group = _bias(case), case.H // case.Hkv
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-        scores = torch.tanh((q @ k.transpose(-1, -2)) * (case.scale / case.softcap)) * case.softcap
+        scores = torch.tanh((q @ k.transpose(-1, -2)) * (case.scale / softcap)) * softcap
         if bias is not None:
             scores = scores + bias
         return torch.softmax(scores, -1) @ v
@@ -63,7 +63,7 @@ def _prepare(case: Case, inputs: Inputs, threads: int, own_layout: bool) -> Runn
     tracked = [x.detach().clone(memory_format=torch.preserve_format) for x in plain]
     tracked = [x.requires_grad_() for x in tracked]
     dout = tensor(inputs.dout)
-    attention = _with_softcap(case) if case.softcap else _fused(case)
+    attention = _with_softcap(case, case.softcap) if case.softcap else _fused(case)
     graph: list[torch.Tensor] = []
 
     def forward() -> torch.Tensor:
@@ -73,7 +73,7 @@ def _prepare(case: Case, inputs: Inputs, threads: int, own_layout: bool) -> Runn
     def backward() -> tuple[torch.Tensor, ...]:
         if not graph:
             graph.append(attention(*tracked))
-        return torch.autograd.grad(graph[0], tracked, dout, retain_graph=True)
+        return tuple(torch.autograd.grad(graph[0], tracked, dout, retain_graph=True))
 
     return Runner(
         forward=forward,

@@ -30,7 +30,7 @@ class Case:
     @property
     def scale(self) -> float:
         """The factor on every score."""
-        return self.hd**-0.5
+        return float(self.hd**-0.5)
 
     @property
     def is_decode(self) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.cases import Array, Case, Inputs
-from benchmarks.peers import Runner
+from forge._bench.cases import Array, Case, Inputs
+from forge._bench.peers import Runner
 
 TOLERANCE = 1e-5  # of the largest value; float32 over these lengths stays well below
 SPOT_ROWS = 5
@@ -30,8 +30,8 @@ def _scores(case: Case, q: Array, k: Array, mask: Array | None) -> tuple[Array, 
 
 def _score_gradient(case: Case, p: Array, tanh: Array | None, do: Array, v: Array) -> Array:
     dp = do @ v.swapaxes(-1, -2)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * case.scale
-    return ds if tanh is None else ds * (1 - tanh**2)
+    ds: Array = p * (dp - (p * dp).sum(-1, keepdims=True)) * case.scale
+    return ds if tanh is None else np.asarray(ds * (1 - tanh**2))
 
 
 def solve(case: Case, inputs: Inputs) -> dict[str, Array]:
@@ -39,10 +39,10 @@ def solve(case: Case, inputs: Inputs) -> dict[str, Array]:
     group = case.H // case.Hkv
 
     def heads(x: Array, repeat: int = 1) -> Array:
-        return x.astype(np.float64).transpose(0, 2, 1, 3).repeat(repeat, axis=1)
+        return np.asarray(x.astype(np.float64).transpose(0, 2, 1, 3).repeat(repeat, axis=1))
 
     def grouped(x: Array) -> Array:
-        return x.reshape(case.B, case.Hkv, group, case.Tk, case.hd).sum(2)
+        return np.asarray(x.reshape(case.B, case.Hkv, group, case.Tk, case.hd).sum(2))
 
     q, do = heads(inputs.q), heads(inputs.dout)
     k, v = heads(inputs.k, group), heads(inputs.v, group)

@@ -8,8 +8,8 @@ import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper
 
-from benchmarks.cases import Array, Case, Inputs
-from benchmarks.peers import Runner, Unsupported
+from forge._bench.cases import Array, Case, Inputs
+from forge._bench.peers import Runner, Unsupported
 
 DOMAIN = "com.microsoft"
 
@@ -73,11 +73,9 @@ def _group_query(case: Case, inputs: Inputs, threads: int) -> Runner:
     session = _session(node, shapes, results, threads)
     binding, out, bound = _bind(session, case, inputs)
 
-    def forward() -> Any:
+    def forward(_keeps: Any = bound) -> Any:  # which the binding refers to and does not own
         session.run_with_iobinding(binding)
         return out
-
-    forward.keeps = bound  # the binding refers to these arrays, it does not own them
 
     return Runner(
         forward=forward,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.cases import Array, Case, Inputs
+from forge._bench.cases import Array, Case, Inputs
 
 
 class Unsupported(Exception):  # noqa: N818, an answer, not an error
@@ -44,10 +44,11 @@ class Peer:
     def load(self) -> Callable[[Case, Inputs, int], Runner]:
         """The function that prepares a case for so many threads. Imports the library."""
         try:
-            module = importlib.import_module(f"benchmarks.peers.{self.module}")
+            module = importlib.import_module(f"forge._bench.peers.{self.module}")
         except ImportError as error:
             raise Unsupported(f"not installed ({error})") from error
-        return getattr(module, self.function)
+        prepare: Callable[[Case, Inputs, int], Runner] = getattr(module, self.function)
+        return prepare
 
 
 PEERS = {

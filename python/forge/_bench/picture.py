@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 
-from benchmarks.report import caveats
+from forge._bench.report import caveats
 
 Record = dict[str, Any]
 
@@ -27,11 +27,11 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 NAMES = {"torch-bhtd": "torch, own layout [B, H, T, hd]", "torch": "torch, forge's layout"}
 OTHER = {"color": "#666666", "marker": "x"}
-LIMIT = {"color": "black", "linewidth": 1.6, "linestyle": (0, (4, 2))}
+LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1.6, "linestyle": (0, (4, 2))}
 
 
 def _length(record: Record) -> int:
-    return record["shape"]["Tk"]
+    return int(record["shape"]["Tk"])
 
 
 def _heads(shape: dict[str, Any]) -> str:
@@ -202,7 +202,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     machine, threads = results["machine"], results["settings"]["threads"]
     figure.suptitle(
         f"Attention in float32 on {threads} thread{'s' if threads > 1 else ''} of {machine['cpu']}"
-        f", {results['date']}: higher is better; labels are shares of the limit"
+        f", {results['date']}: higher is better"
+        + ("; labels are shares of the limit" if results["peak_target"] else "")
         + "".join(f"\n{caveat}" for caveat in caveats(results)),
         fontsize=12,
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.cases import Array, Case, Inputs
-from benchmarks.peers import Runner
+from forge._bench.cases import Array, Case, Inputs
+from forge._bench.peers import Runner
 
 
 class _Attention:
@@ -71,7 +71,8 @@ class _Attention:
     def query_layout(self, x: Array) -> Array:
         case = self.case
         heads = x.reshape(case.B, case.Hkv, case.H // case.Hkv, case.Tq, case.hd)
-        return heads.transpose(0, 3, 1, 2, 4).reshape(case.B, case.Tq, case.H, case.hd)
+        rows = heads.transpose(0, 3, 1, 2, 4)
+        return np.asarray(rows.reshape(case.B, case.Tq, case.H, case.hd))
 
 
 def prepare(case: Case, inputs: Inputs, threads: int) -> Runner:

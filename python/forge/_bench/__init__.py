@@ -1,0 +1,1 @@
+"""forge timed beside other implementations: ``python -m forge bench`` and ``make bench``."""
