@@ -1,7 +1,6 @@
 """The code on each page of the documentation runs, top to bottom, and pages link to what exists."""
 
 import ast
-import importlib.util
 import os
 import re
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import forge
 import pytest
+from optional import need
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -67,9 +67,8 @@ def test_the_pages_that_promise_code_have_some():
 def test_the_code_of_a_page_runs(page, tmp_path):
     code = program(page)
     packages = {name.split(".")[0] for name in imported(code)}
-    for package in sorted(packages):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"the page needs {package}, which is not installed")
+    for package in sorted(packages - {"forge", "numpy"}):
+        need(package)
     warnings = [] if "torch" in packages else ["-W", "error"]  # torch's compiler has its own
     script = tmp_path / "page.py"  # no name of a package
     script.write_text(code)
