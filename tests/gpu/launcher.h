@@ -16,5 +16,5 @@ struct GpuKernel {
 
 struct GpuConstant {
   const char* name;
-  const bool* symbol;
+  const void* symbol;
 };

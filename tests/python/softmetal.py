@@ -7,6 +7,8 @@ import ctypes
 import functools
 
 import forge
+import numpy as np
+import pytest
 
 
 @functools.cache
@@ -27,6 +29,16 @@ def get(name):
     value = _library().softmetal_get(name.encode())
     assert value >= 0, name
     return value
+
+
+def lose_device():
+    """Makes a call lose the device: the next one makes context, library and pipelines anew."""
+    reset()
+    set("device_lost")
+    x = np.zeros((1, 1, 1, 1), np.float32)
+    with pytest.raises(RuntimeError, match="device is lost"):
+        forge.attention(x, x, x, backend="metal", kernel="materialized")
+    reset()
 
 
 def reset():

@@ -33,21 +33,13 @@ def arrays(rng):
 @pytest.fixture
 def want(software, arrays):
     """The right results, from a context that has the pipelines of one step and no more."""
-    lose_device(software, arrays)
+    software.lose_device()
     return step(arrays)
 
 
 def assert_works(arrays, want):
     for got, right in zip(step(arrays), want, strict=True):
         same_bits(got, right)
-
-
-def lose_device(software, arrays):
-    """The context goes with its device; the next call makes library and pipelines anew."""
-    set_fault(software, "device_lost")
-    with pytest.raises(RuntimeError, match="device is lost"):
-        step(arrays)
-    software.reset()
 
 
 # Fault, exception, what it says. Those that only strike while a context is made have `anew`.
@@ -84,7 +76,7 @@ def test_a_call_that_fails(software, arrays, want, fault, error, text, times):
 @pytest.mark.parametrize(("fault", "error", "text"), ANEW, ids=[row[0] for row in ANEW])
 def test_a_context_that_cannot_be_made(software, arrays, want, fault, error, text):
     before = software.get("live")
-    lose_device(software, arrays)
+    software.lose_device()
     set_fault(software, fault)
     for _ in range(2):  # not only the first time
         with pytest.raises(error, match=text):

@@ -60,11 +60,22 @@ def test_a_short_call_is_one_command_buffer(software, rng):
 @pytest.mark.parametrize("limit", [1, 32, 96, 1000])
 def test_threadgroups_stay_within_the_limit_of_the_pipeline(software, limit, rng):
     arrays = random_inputs(rng, B=2, Tq=150, H=4, Hkv=2, hd=3)
+    want = backward(*arrays)
+    software.lose_device()  # pipelines keep the limit that they were made with
     software.set("max_threads", limit)
     got = backward(*arrays)
-    software.reset()
-    for a, b in zip(got, backward(*arrays), strict=True):
+    software.lose_device()
+    for a, b in zip(got, want, strict=True):
         same_bits(a, b)
+
+
+def test_a_kernel_that_needs_larger_threadgroups_than_there_are_says_so(software, rng):
+    q, k, v, _ = random_inputs(rng, Tq=20, hd=32)
+    software.lose_device()
+    software.set("max_threads", 96)
+    with pytest.raises(RuntimeError, match=r"hd32 needs threadgroups of 128 threads, .* runs 96"):
+        forge.attention(q, k, v, backend="metal", kernel="fused")
+    software.lose_device()
 
 
 def test_nothing_is_left_behind(software, rng):
