@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.__main__ import RESULTS, free_stem
-from benchmarks.machine import Load, describe, set_up_environment, usable_cpus
+from forge._bench.command import free_stem
+from forge._bench.machine import Load, describe, set_up_environment, usable_cpus
+
+from benchmarks.__main__ import RESULTS
 
 PEERS = ("eager", "sdpa", "forge")
 MOST_ERROR = 1e-3  # of logits, before anything is timed
@@ -267,6 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     forge.transformers.register()
     torch.set_num_threads(options.threads)
+    forge.set_num_threads(options.threads)  # imported already, it has read its variable
     known = configurations()
     unknown = [name for name in options.models if name not in known]
     if unknown:
