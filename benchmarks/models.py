@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,8 @@ def interleaved(
     return seconds, load.look()
 
 
-def measure(name: str, configuration: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(name: str, configuration: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a record a job, as soon as it is there: an interrupted run keeps what it has."""
     import torch
 
     models = Models(configuration, options.peers)
@@ -179,7 +180,6 @@ def measure(name: str, configuration: Any, options: argparse.Namespace) -> list[
             model, ids, options.tokens
         ),
     }
-    records = []
     for job, make in jobs.items():
         calls = {peer: make(model) for peer, model in models.peers.items()}
         seconds, foreign = interleaved(calls, options.rounds)
@@ -194,10 +194,9 @@ def measure(name: str, configuration: Any, options: argparse.Namespace) -> list[
             "left_out": models.left_out,
             "foreign_cpus": foreign,
         }
-        records.append(record)
         shown = ", ".join(f"{peer} {s:.3g} s" for peer, s in record["seconds"].items())
         print(f"{name} {job}: {shown}", file=sys.stderr)
-    return records
+        yield record
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -232,6 +231,8 @@ def markdown(results: dict[str, Any]) -> str:
     loads = [record["foreign_cpus"] for record in results["records"]]
     busiest = max((load for load in loads if load is not None), default=0.0)
     lines.append(f"- Other processes used up to {busiest:.2f} CPUs.")
+    if results.get("interrupted"):
+        lines.append("- Interrupted: some jobs are missing.")
     return "\n".join(lines) + "\n"
 
 
@@ -269,6 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
     forge.transformers.register()
     forge.set_num_threads(options.threads)
     torch.set_num_threads(options.threads)
+    forge.set_num_threads(options.threads)  # imported already, it has read its variable
     known = configurations()
     unknown = [name for name in options.models if name not in known]
     if unknown:
@@ -289,23 +291,35 @@ def main(arguments: list[str] | None = None) -> int:
         },
         "records": [],
     }
-    for name in options.models:
-        configuration = known[name]
-        if options.quick:
-            configuration.num_hidden_layers = 2
-            if getattr(configuration, "layer_types", None):
-                configuration.layer_types = configuration.layer_types[:2]
-        results["records"] += measure(name, configuration, options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = free_stem(options.out, f"models-{results['date']}")
-    for suffix, text in (
-        (".json", json.dumps(results, indent=1) + "\n"),
-        (".md", markdown(results)),
-    ):
+    try:
+        for name in options.models:
+            configuration = known[name]
+            if options.quick:
+                shorten(configuration)
+            for record in measure(name, configuration, options):
+                results["records"].append(record)
+    except KeyboardInterrupt:
+        print("interrupted: writing what there is", file=sys.stderr)
+        results["interrupted"] = True
+    write(results, options.out)
+    return 130 if results.get("interrupted") else 0
+
+
+def shorten(configuration: Any) -> None:
+    """Two layers of every model are enough to see it run."""
+    configuration.num_hidden_layers = 2
+    if getattr(configuration, "layer_types", None):
+        configuration.layer_types = configuration.layer_types[:2]
+
+
+def write(results: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = free_stem(folder, f"models-{results['date']}")
+    texts = {".json": json.dumps(results, indent=1) + "\n", ".md": markdown(results)}
+    for suffix, text in texts.items():
         path = stem.with_suffix(suffix)
         path.write_text(text)
         print(path)
-    return 0
 
 
 if __name__ == "__main__":
