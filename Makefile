@@ -20,7 +20,9 @@ FLOAT_STRIDE ?= 97
 # Exact versions: another one formats otherwise.
 LINT_TOOLS := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5 check-jsonschema==0.39.0
 MACHO_TOOLS := lief==1.0.0
-TEST_TOOLS := "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" -r benchmarks/requirements.txt \
+TEST_TOOLS := "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" -r benchmarks/requirements.txt
+# What forge works with, tested on the CPU build alone.
+TEST_PEERS := $(if $(FORGE_REQUIRE_TORCH),-r tests/requirements-torch.txt) \
   $(if $(FORGE_REQUIRE_JAX),-r tests/requirements-jax.txt) \
   $(if $(FORGE_REQUIRE_MLX),-r tests/requirements-mlx.txt)
 CASE_STRIDE ?= 1
@@ -39,7 +41,7 @@ demo: $(VENV)/.installed
 	$(PY) examples/train_char_lm.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	$(PIP) install --quiet $(TEST_TOOLS) $(if $(FORGE_REQUIRE_TORCH),-r tests/requirements-torch.txt)
+	$(PIP) install --quiet $(TEST_TOOLS) $(TEST_PEERS)
 	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
 	$(VENV)/bin/cmake --build build/$(PRESET)
@@ -80,7 +82,8 @@ test-software: $(SOFTWARE)/.tools
 	$(SOFTWARE_PIP) install --quiet --no-build-isolation -C build-dir=build/software \
 	  -C cmake.define.FORGE_METAL=software -C cmake.define.FORGE_TESTS=ON \
 	  -C cmake.define.FORGE_WERROR=ON .
-	FORGE_REQUIRE_TORCH= $(SOFTWARE)/bin/ctest --test-dir build/software --output-on-failure
+	FORGE_REQUIRE_TORCH= FORGE_REQUIRE_JAX= FORGE_REQUIRE_MLX= \
+	  $(SOFTWARE)/bin/ctest --test-dir build/software --output-on-failure
 
 test-macos: $(SOFTWARE)/.tools
 	$(SOFTWARE_PIP) install --quiet $(MACHO_TOOLS)
