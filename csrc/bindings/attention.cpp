@@ -6,6 +6,7 @@
 #include <string>
 
 #include "bindings/arrays.h"
+#include "bindings/gil.h"
 #include "bindings/options.h"
 #include "core/cpu_target.h"
 #include "core/errors.h"
@@ -184,7 +185,7 @@ py::dict run_forward(const ForwardCall& forward, const Options& options) {
   const BackendChoice choice = choose_backend(forward.call.problem, options.backend);
   RunInfo info;
   {
-    py::gil_scoped_release release;  // the arguments keep the arrays alive
+    const GilRelease release;  // the arguments keep the arrays alive
     info = choice.backend->forward(forward.call.problem, forward.buffers, options.cpu_target);
   }
   return as_dict(info, choice);
@@ -237,7 +238,7 @@ py::dict run_kernel(BackwardKernel kernel, const Call& call, const BackwardCall&
   const BackendChoice choice = choose_backend(call.problem, options.backend);
   RunInfo info;
   {
-    py::gil_scoped_release release;
+    const GilRelease release;
     info = choice.backend->run_kernel(kernel, call.problem, arrays.buffers, options.cpu_target);
   }
   return as_dict(info, choice);
@@ -294,7 +295,7 @@ py::dict attention_bwd(const py::dict& arrays_given, bool accumulate,
   const BackendChoice choice = choose_backend(call.problem, options.backend);
   RunInfo info;
   {
-    py::gil_scoped_release release;
+    const GilRelease release;
     info = choice.backend->backward(call.problem, arrays.buffers, accumulate, options.cpu_target);
   }
   return as_dict(info, choice);

@@ -222,6 +222,29 @@ def test_the_interpreter_ends_while_threads_of_the_pool_wait(cpu):
     assert done.stderr == ""
 
 
+def test_the_interpreter_ends_while_daemon_threads_are_in_a_call(backend, kernel):
+    done = run_script(
+        f"""
+        import time
+        import forge
+        x = np.ones((1, 300, 2, 16), np.float32)
+        started = threading.Barrier(4)
+
+        def work():
+            started.wait()
+            while True:
+                forge.attention(x, x, x, backend={backend!r}, kernel={kernel!r})
+
+        for _ in range(3):
+            threading.Thread(target=work, daemon=True).start()
+        started.wait()
+        time.sleep(0.2)
+        print("end")
+        """
+    )
+    assert (done.stdout, done.stderr) == ("end\n", "")
+
+
 def test_import_and_calls_leave_the_floating_point_mode_alone(fused_backend):
     """Linking with fast-math would flush denormals to zero in the whole process."""
     run_script(
