@@ -47,8 +47,7 @@ ArrayView view_of(const py::handle& object, const std::string& name) {
   } else {
     throw TypeError(name + " must be float32 or float64, got " + std::string(py::str(dtype)));
   }
-  const char order = dtype.byteorder();
-  const bool native = order == '=' || order == '|';
+  const bool native = dtype.attr("isnative").cast<bool>();  // '<' where that is the machine's own
   const bool aligned = (array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) != 0;
   if (!native || !aligned) {
     throw std::invalid_argument(name + " must be aligned and of native byte order, got " +

@@ -18,6 +18,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 IN_PLACE = "in place"
 
+# Whether two arrays of any strides meet is NP-hard; steps of a search that takes at most this long:
+# below 0.1 s.
+_OVERLAP_WORK = 1_000_000
+
 # DLDeviceType of dlpack.h: the CPU's own memory, and that which it pins for a GPU.
 _HOST_DEVICES = (1, 3, 11)
 _DLPACK_DEVICES = {2: "CUDA", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA", 14: "oneAPI"}
@@ -75,7 +79,12 @@ def _kind(value: object) -> str:
 
 def _exported(name: str, value: Any) -> Array:
     """Return the memory of a DLPack exporter as an array, without a copy."""
-    device, number = (int(part) for part in value.__dlpack_device__())
+    try:
+        device, number = (operator.index(part) for part in value.__dlpack_device__())
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} must say its DLPack device as two ints, got {_kind(value)}: {error}"
+        ) from error
     if device in _HOST_DEVICES:
         return _read(name, value, np.from_dlpack)
     if _has_buffer(value):  # MLX on a Mac: the GPU's memory is the CPU's, and it says so this way
@@ -118,7 +127,13 @@ def unmasked(name: str, array: Array) -> Array:
     """Return the plain ndarray behind a subclass; masked elements are a TypeError."""
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         raise TypeError(f"{name} must not have masked elements, got a masked array with some")
-    return array.view(np.ndarray)
+    return plain(array)
+
+
+def plain(array: Array) -> Array:
+    """Return the array itself behind a subclass, whatever that has overridden."""
+    view: Array = np.ndarray.view(array, np.ndarray)
+    return view
 
 
 def _why_copy(array: Array) -> str | None:
@@ -141,6 +156,7 @@ def as_output(name: str, value: object, shape: tuple[int, ...], dtype: np.dtype[
     """
     if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name} must be a NumPy array to write into, got {type(value).__name__}")
+    value = plain(value)
     if value.dtype.newbyteorder("=") != dtype:
         raise TypeError(f"{name} must be {dtype}, got {value.dtype}")
     if value.shape != shape:
@@ -151,7 +167,7 @@ def as_output(name: str, value: object, shape: tuple[int, ...], dtype: np.dtype[
     if reason is not None:
         raise ValueError(f"{name} must be written in place, got an array that is {reason}")
     _refuse_self_overlap(name, value)
-    return value.view(np.ndarray)
+    return value
 
 
 def _refuse_self_overlap(name: str, array: Array) -> None:
@@ -183,7 +199,17 @@ def check_overlap(outputs: dict[str, Array], inputs: dict[str, Array]) -> None:
     for position, name in enumerate(names):
         others = {other: outputs[other] for other in names[position + 1 :]}
         for other, array in {**inputs, **others}.items():
-            if np.shares_memory(outputs[name], array):
+            try:
+                shared = np.shares_memory(
+                    outputs[name],
+                    array,
+                    max_work=_OVERLAP_WORK,  # type: ignore[arg-type]  # any int, as documented
+                )
+            except RuntimeError:  # TooHardError, which has moved between NumPy 1 and 2
+                raise ValueError(
+                    f"{name} must not overlap {other}, got strides too intricate to tell"
+                ) from None
+            if shared:
                 raise ValueError(f"{name} must not overlap {other}, got arrays that share memory")
 
 

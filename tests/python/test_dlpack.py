@@ -35,6 +35,20 @@ def test_every_input_is_taken_in_place(fused_backend, rng):
         assert used[name] in ("in place", "wrapped")
 
 
+@pytest.mark.parametrize(
+    "device", [None, 1, "cpu", (), (1,), (1, 0, 0), (1.5, 0), (None, 0)], ids=str
+)
+def test_a_device_that_is_not_two_ints_is_named(device, rng):
+    q, k, v, _ = random_inputs(rng)
+
+    class Mistaken(Exporter):
+        def __dlpack_device__(self):
+            return device
+
+    with pytest.raises(TypeError, match=r"^k must say its DLPack device as two ints, got Mistaken"):
+        forge.attention(q, Mistaken(k), v)
+
+
 def test_the_memory_is_the_exporters(rng):
     """saved refers to it: what is written there before the backward, the backward reads."""
     q, k, v, dout = random_inputs(rng)
