@@ -113,16 +113,15 @@ void Buffers::make() {
 // One buffer for arrays that share pages.
 void Buffers::wrap_together(const std::vector<Placed*>& group, const MemoryBlock& pages) const {
   const auto bytes = static_cast<std::size_t>(pages.end - pages.begin);
-  if (bytes > device_.maxBufferLength()) {
-    throw TooLarge(std::string(group.front()->array.name) + " lies within " +
-                   std::to_string(bytes) + " bytes, the Metal device takes buffers of up to " +
-                   std::to_string(device_.maxBufferLength()));
-  }
+  // A few rows far apart lie within more than a buffer takes, and yet their copy is small.
+  const bool too_long = bytes > device_.maxBufferLength();
   const auto buffer = NS::TransferPtr(
-      device_.newBuffer(pages.begin, bytes, MTL::ResourceStorageModeShared, nullptr));
+      too_long ? nullptr
+               : device_.newBuffer(pages.begin, bytes, MTL::ResourceStorageModeShared, nullptr));
   for (Placed* placed : group) {
     if (!buffer) {
-      stage(*placed, "the Metal device does not wrap its pages");
+      stage(*placed, too_long ? "it lies within more bytes than a Metal buffer takes"
+                              : "the Metal device does not wrap its pages");
       continue;
     }
     placed->buffer = buffer;
