@@ -122,7 +122,7 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/mypy
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*' 'tests/dialect/*.h' \
-	  'tests/softmetal/*.h' 'tests/softmetal/*.cpp' \
+	  'tests/softmetal/*.h' 'tests/softmetal/*.cpp' 'shaders/*' 'tests/gpu/*.h' \
 	  'benchmarks/probe/*.cpp' 'benchmarks/probe/*.h')
 
 # The package, rebuilt when anything it is made of has changed.

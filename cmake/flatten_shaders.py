@@ -24,7 +24,6 @@ namespace forge::metal {{
 const char kShaderSource[] =
 {literals};
 // clang-format on
-const std::size_t kShaderSourceSize = sizeof kShaderSource - 1;
 const unsigned kShaderLanguageVersion = ({major}u << 16) + {minor}u;
 
 }}  // namespace forge::metal

@@ -1,5 +1,5 @@
-// The materialized family: one thread a row, everything in a fixed order. The backward kernels add to
-// what dq, dk and dv hold. A dispatch computes the rows [span.begin, span.end).
+// The materialized family: one thread a row, everything in a fixed order. The backward kernels add
+// to what dq, dk and dv hold. A dispatch computes the rows [span.begin, span.end).
 #include <metal_stdlib>
 
 #include "materialized.h"
@@ -111,8 +111,8 @@ kernel void attention_bwd_dq_f32(device const float* q [[buffer(kBufferQ)]],
   }
 }
 
-// One key row (b, hkv, j): dk += sum of ds q and dv += sum of p dout, over the queries that see it, of
-// every query head in its group.
+// One key row (b, hkv, j): dk += sum of ds q and dv += sum of p dout, over the queries that see it,
+// of every query head in its group.
 kernel void attention_bwd_dkv_f32(device const float* q [[buffer(kBufferQ)]],
                                   device const float* k [[buffer(kBufferK)]],
                                   device const float* v [[buffer(kBufferV)]],

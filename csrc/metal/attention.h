@@ -1,5 +1,5 @@
-// The materialized family on the Apple GPU. No metal-cpp here: where Metal is not built,
-// no_metal.cpp stands behind the same declarations.
+// Both families on the Apple GPU. No metal-cpp here: where Metal is not built, no_metal.cpp stands
+// behind the same declarations.
 #pragma once
 
 #include <string>

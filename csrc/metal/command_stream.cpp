@@ -41,22 +41,24 @@ void CommandStream::run(const Kernel& kernel) {
 
 void CommandStream::encode(const Kernel& kernel, const MTL::ComputePipelineState& pipeline,
                            const AttnSpan& span) {
-  if (!commands_) commands_ = NS::RetainPtr(context_->queue().commandBuffer());
-  if (!commands_) throw std::runtime_error("the Metal device gives no command buffer");
-  MTL::ComputeCommandEncoder* encoder = commands_->computeCommandEncoder();
-  if (encoder == nullptr) throw std::runtime_error("the Metal device gives no command encoder");
-  encoder->setComputePipelineState(&pipeline);
-  buffers_.bind(*encoder);
-  encoder->setBytes(&params_, sizeof params_, kBufferParams);
-  encoder->setBytes(&span, sizeof span, kBufferSpan);
   const NS::UInteger limit = pipeline.maxTotalThreadsPerThreadgroup();
-  const MTL::Size count(static_cast<NS::UInteger>(span.end - span.begin), 1, 1);
   const auto threads = static_cast<NS::UInteger>(kernel.threadgroup_threads);
   if (threads > limit) {
     throw std::runtime_error("the Metal kernel " + kernel.name + " needs threadgroups of " +
                              std::to_string(threads) + " threads, this device runs " +
                              std::to_string(limit));
   }
+  if (!commands_) commands_ = NS::RetainPtr(context_->queue().commandBuffer());
+  if (!commands_) throw std::runtime_error("the Metal device gives no command buffer");
+  // From here to endEncoding nothing may throw: Metal ends the process where an encoder is released
+  // before that.
+  MTL::ComputeCommandEncoder* encoder = commands_->computeCommandEncoder();
+  if (encoder == nullptr) throw std::runtime_error("the Metal device gives no command encoder");
+  encoder->setComputePipelineState(&pipeline);
+  buffers_.bind(*encoder);
+  encoder->setBytes(&params_, sizeof params_, kBufferParams);
+  encoder->setBytes(&span, sizeof span, kBufferSpan);
+  const MTL::Size count(static_cast<NS::UInteger>(span.end - span.begin), 1, 1);
   if (threads == 0) {
     encoder->dispatchThreads(count, MTL::Size(std::min(kThreadsPerThreadgroup, limit), 1, 1));
   } else {

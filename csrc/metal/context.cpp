@@ -29,8 +29,12 @@ Process& process() {
   return *only;
 }
 
-std::atomic<bool> in_use{false};
-std::atomic<bool> forked_after_use{false};
+// Apple's frameworks are loaded with the module, and a child that is forked from then on may not
+// use them until it execs: connections to the Metal compiler are gone, Objective-C may end the
+// process.
+std::atomic<bool> forked{false};
+[[maybe_unused]] const int registered =
+    pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
 
 NS::String* string_of(const std::string& text) {
   return NS::String::string(text.c_str(), NS::UTF8StringEncoding);
@@ -83,13 +87,6 @@ LibraryPtr load_library(MTL::Device& device, std::string& origin) {
   return library_from_source(device);
 }
 
-void watch_for_forks() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] {
-    if (in_use.load()) forked_after_use.store(true);
-  });
-  (void)registered;
-}
-
 }  // namespace
 
 std::string text_of(const NS::Error* error, const char* otherwise) {
@@ -111,23 +108,20 @@ Context::Context() : device_(NS::TransferPtr(MTL::CreateSystemDefaultDevice())) 
 }
 
 std::shared_ptr<Context> Context::current() {
-  if (forked_after_use.load()) {
+  if (forked.load()) {
     throw std::runtime_error(
-        "Metal does not work in a process forked from one that has used it; start it with "
+        "Metal does not work in a process forked from one that has imported forge; start it with "
         "multiprocessing's 'spawn', or use backend='cpu'");
   }
   Process& here = process();
   const std::lock_guard<std::mutex> lock(here.mutex);
   if (here.context) return here.context;
   if (!here.first_failure.empty()) throw std::runtime_error(here.first_failure);
-  watch_for_forks();
   const AutoreleasePool pool;
-  in_use.store(true);
   try {
     here.context.reset(new Context);
   } catch (const std::runtime_error& error) {
     if (!here.had_context) here.first_failure = error.what();
-    in_use.store(here.had_context);
     throw;
   }
   here.had_context = true;

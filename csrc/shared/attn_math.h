@@ -2,8 +2,9 @@
 // device computes the same bits. Float arithmetic and fma only; build with contraction off.
 //
 // Contract, tested over every float:
-//   attn_exp   at most 2 ulp; 0 below -87.33 (no subnormal results); +inf above 88.7228; NaN from
-//   NaN attn_tanh  at most 2 ulp; odd; tanh(+-inf) = +-1; tanh(x) = x for tiny x; NaN only from NaN
+//   attn_exp   at most 2 ulp; 0 below -87.33 (no subnormal results); +inf above 88.7228;
+//              NaN from NaN
+//   attn_tanh  at most 2 ulp; odd; tanh(+-inf) = +-1; tanh(x) = x for tiny x; NaN only from NaN
 #pragma once
 
 #include "shared/attn_params.h"
@@ -13,11 +14,14 @@
 #include <cstring>
 #endif
 
+#ifdef __METAL_VERSION__
+// Compiling at run time has no option for this. At file scope it holds for all that follows.
+#pragma METAL fp contract(off)
+#endif
+
 namespace forge {
 
 #ifdef __METAL_VERSION__
-// Compiling at run time has no option for this; it holds for all that follows.
-#pragma METAL fp contract(off)
 FORGE_INLINE float attn_fma(float a, float b, float c) { return metal::fma(a, b, c); }
 FORGE_INLINE float float_from_bits(Int32 bits) { return as_type<float>(bits); }
 #else

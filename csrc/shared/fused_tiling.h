@@ -1,9 +1,8 @@
 // How the fused Metal kernels cut a problem: read by the host, which sizes grids, and by the
 // shaders, which size their tiles. No number here was timed on an Apple GPU by us. Where they come
 // from:
-//   query rows, owned keys   32 = 4 row blocks of 8: what public float32 kernels use (MLX 32, MFA
-//   16
-//                            to 32); device traffic is counted against tiles of 32.
+//   query rows, owned keys   32 = 4 row blocks of 8: what public float32 kernels use (MLX 32,
+//                            MFA 16 to 32); device traffic is counted against tiles of 32.
 //   parts                    at most 64 channels to a simdgroup, so that the four operands that
 //                            dk and dv keep (k, v, dk, dv) are 64 of the 128 registers of a lane,
 //                            and the forward's two (q, o) as many at hd = 128.

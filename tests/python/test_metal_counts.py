@@ -75,7 +75,7 @@ def test_the_backward(software, inputs, window):
     assert moved <= 1.25 * (d_row + dq + dkv)
 
 
-def test_the_bits_repeat(software, rng):
+def test_the_bits_repeat(metal, rng):
     inputs = random_inputs(rng, B=2, Tq=150, H=4, Hkv=2, hd=40)
     first = None
     for _ in range(50):

@@ -1,7 +1,5 @@
 """Every way in which the device can fail: an exception that says so, and the next call works."""
 
-import re
-
 import forge
 import numpy as np
 import pytest
@@ -127,7 +125,7 @@ def test_a_failed_call_is_not_recorded_as_the_last_run(software, arrays, want):
     assert forge.last_run() == before
 
 
-def test_a_kernel_that_leaves_its_arrays_is_named(software, arrays, want):
-    """The device checks every access against the bytes of each array; none of ours goes astray."""
+def test_no_kernel_leaves_its_arrays(software, arrays, want):
+    """The device checks every access against the bytes of each array."""
+    assert software.get("dispatches") == 4
     assert software.get("misuses") == 0
-    assert re.match(r"\w+", forge.last_run()["device"])
