@@ -18,9 +18,8 @@ static inline IndexRange split_keys(IndexRange keys, Int64 split, Int64 splits) 
 }  // namespace forge
 
 // Tile number row_tile * splits + split: unfinished rows go to `partial`.
-template <int kHd, GpuFamily kGpu = kAnyGpu>
-[[kernel, max_total_threads_per_threadgroup(ForwardShape<kHd, kGpu>::kThreads)]] void
-attention_decode(
+template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kGpu>::kThreads>
+[[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_decode(
     device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
     device const float* v [[buffer(kBufferV)]], device float* partial [[buffer(kBufferPartial)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],

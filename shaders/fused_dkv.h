@@ -89,9 +89,8 @@ static inline Block tile_times(threadgroup const float* channels, Int32 stride, 
 using namespace forge;
 
 // dv = sum of p dout and dk = scale * sum of ds q, for a tile of 32 keys of a kv head.
-template <int kHd, GpuFamily kGpu = kAnyGpu>
-[[kernel, max_total_threads_per_threadgroup(BackwardShape<kHd, kGpu>::kThreads)]] void
-attention_fused_bwd_dkv(
+template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = BackwardShape<kHd, kGpu>::kThreads>
+[[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_fused_bwd_dkv(
     device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
     device const float* v [[buffer(kBufferV)]],
     device const float* row_max [[buffer(kBufferRowMax)]],

@@ -53,9 +53,8 @@ static inline OwnedRows<N> owned_rows(AttnParams params, RowTile rows, Int64 r, 
 using namespace forge;
 
 // dq = scale * sum over the keys of ds k, for a tile of 32 rows of a kv head's group.
-template <int kHd, GpuFamily kGpu = kAnyGpu>
-[[kernel, max_total_threads_per_threadgroup(BackwardShape<kHd, kGpu>::kThreads)]] void
-attention_fused_bwd_dq(
+template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = BackwardShape<kHd, kGpu>::kThreads>
+[[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_fused_bwd_dq(
     device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
     device const float* v [[buffer(kBufferV)]],
     device const float* row_max [[buffer(kBufferRowMax)]],

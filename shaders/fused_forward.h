@@ -178,9 +178,8 @@ static inline OnlineSoftmax<ForwardShape<kHd, kGpu>::kOwnBlocks> attend(
 using namespace forge;
 
 // A tile of 32 rows of a kv head's group.
-template <int kHd, GpuFamily kGpu = kAnyGpu>
-[[kernel, max_total_threads_per_threadgroup(ForwardShape<kHd, kGpu>::kThreads)]] void
-attention_fused_fwd(
+template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kGpu>::kThreads>
+[[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_fused_fwd(
     device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
     device const float* v [[buffer(kBufferV)]], device float* o [[buffer(kBufferO)]],
     device float* row_max [[buffer(kBufferRowMax)]],

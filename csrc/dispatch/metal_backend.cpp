@@ -27,6 +27,10 @@ class MetalBackend final : public Backend {
                          std::to_string(kMaxFusedHeadDim) + ", got " +
                          std::to_string(problem.params.hd)};
     }
+    if (problem.family == Family::kFused) {
+      const std::string reason = metal::fused_unavailable_reason();
+      return {reason.empty(), reason};
+    }
     return {true, ""};
   }
 

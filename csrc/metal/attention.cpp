@@ -97,6 +97,16 @@ std::string unavailable_reason() {
   }
 }
 
+std::string fused_unavailable_reason() {
+  const AutoreleasePool pool;
+  try {
+    Context::current()->pipelines().get("attention_fused_fwd_hd64", {});
+    return "";
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
 Ran attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays,
                   const OwnedMemory& owned) {
   const AutoreleasePool pool;

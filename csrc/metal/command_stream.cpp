@@ -28,7 +28,7 @@ void CommandStream::run(const Kernel& kernel) {
   for (Int64 begin = 0; begin < kernel.count;) {
     const double fit = (kMaxFmasPerCommandBuffer - fmas_) / cost;
     if (fit < 1 && commands_) {
-      finish();
+      commit();
       continue;
     }
     const auto count = static_cast<Int64>(std::clamp(fit, 1.0, kMaxCountPerDispatch));
@@ -67,14 +67,24 @@ void CommandStream::encode(const Kernel& kernel, const MTL::ComputePipelineState
   encoder->endEncoding();
 }
 
-void CommandStream::finish() {
+void CommandStream::commit() {
   if (!commands_) return;
-  const NS::SharedPtr<MTL::CommandBuffer> commands = commands_;
+  commands_->commit();
+  committed_.push_back(commands_);
   commands_.reset();
   fmas_ = 0;
-  commands->commit();
-  commands->waitUntilCompleted();
-  if (commands->status() != MTL::CommandBufferStatusCompleted) fail(commands->error());
+}
+
+void CommandStream::wait() {
+  for (const auto& commands : committed_) commands->waitUntilCompleted();
+}
+
+void CommandStream::finish() {
+  commit();
+  wait();
+  for (const auto& commands : committed_) {
+    if (commands->status() != MTL::CommandBufferStatusCompleted) fail(commands->error());
+  }
 }
 
 void CommandStream::fail(const NS::Error* error) {

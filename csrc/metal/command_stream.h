@@ -4,6 +4,7 @@
 
 #include <Metal/Metal.hpp>
 #include <memory>
+#include <vector>
 
 #include "metal/buffers.h"
 #include "metal/context.h"
@@ -14,8 +15,12 @@ namespace forge::metal {
 class CommandStream {
  public:
   CommandStream(std::shared_ptr<Context> context, const Buffers& buffers, const AttnParams& params);
+  // Waits for what was committed, whatever was thrown: the arrays are the caller's.
+  ~CommandStream() { wait(); }
+  CommandStream(const CommandStream&) = delete;
+  CommandStream& operator=(const CommandStream&) = delete;
 
-  // Encodes the kernel; commits and waits in between where it is too much for one command buffer.
+  // Encodes the kernel; commits in between where it is too much for one command buffer.
   void run(const Kernel& kernel);
   // Commits the rest and waits. Throws std::runtime_error with Metal's text for a failed command
   // buffer.
@@ -24,13 +29,16 @@ class CommandStream {
  private:
   void encode(const Kernel& kernel, const MTL::ComputePipelineState& pipeline,
               const AttnSpan& span);
+  void commit();
+  void wait();
   [[noreturn]] void fail(const NS::Error* error);
 
   std::shared_ptr<Context> context_;
   const Buffers& buffers_;
   const AttnParams& params_;
   NS::SharedPtr<MTL::CommandBuffer> commands_;  // null when nothing is encoded
-  double fmas_ = 0;                             // in commands_
+  std::vector<NS::SharedPtr<MTL::CommandBuffer>> committed_;
+  double fmas_ = 0;  // in commands_
 };
 
 }  // namespace forge::metal

@@ -129,7 +129,8 @@ def main() -> int:
         library = options.library or build(Path(folder), options.arch)
         gpu = Gpu(library)
         report.say("# The shaders on an NVIDIA GPU\n")
-        report.say(f"Command: `python3 tests/gpu/run.py {' '.join(sys.argv[1:])}`\n")
+        said = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+        report.say(f"Command: `python3 tests/gpu/run.py {' '.join(said)}`\n")
         report.say(f"Device: {gpu.name}; NumPy {np.__version__}; {os.cpu_count()} CPUs")
         if not options.library:
             report.say(f"Built in {time.monotonic() - start:.0f} s with nvcc: {version_of('nvcc')}")

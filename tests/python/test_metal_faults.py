@@ -129,3 +129,19 @@ def test_no_kernel_leaves_its_arrays(software, arrays, want):
     """The device checks every access against the bytes of each array."""
     assert software.get("dispatches") == 4
     assert software.get("misuses") == 0
+
+
+def test_a_device_without_the_fused_kernels_leaves_them_to_the_cpu(software, arrays, monkeypatch):
+    """No simdgroup matrices, say: found out by compiling a kernel, not by the device's name."""
+    monkeypatch.delenv("FORGE_BACKEND", raising=False)
+    q, k, v, _ = arrays
+    software.lose_device()
+    set_fault(software, "bad_pipeline")
+    forge.attention(q, k, v)
+    assert forge.last_run()["backend"] == "cpu"
+    assert "does not compile" in forge.last_run()["passed_over"]["metal"]
+    with pytest.raises(ValueError, match="does not compile"):
+        forge.attention(q, k, v, backend="metal")
+    software.reset()
+    forge.attention(q, k, v)
+    assert forge.last_run()["backend"] == "metal"

@@ -48,6 +48,22 @@ def test_a_long_grid_is_split_below_the_watchdog_limit(software, rng):
     same_bits(got, want)
 
 
+@pytest.mark.parametrize("fault", ["command_buffer_error", "device_lost", "nil_command_buffer"])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_split_call_that_fails_in_any_piece_leaves_nothing_running(software, rng, fault, nth):
+    q, k, options = long_problem(rng, 60, 1000, 1 << 16)
+    software.lose_device()
+    want = attend(q, k, k, **options)
+    before = software.get("live")
+    software.set(fault, 2)
+    software.set("nth", nth)
+    with pytest.raises(RuntimeError, match="Metal device"):
+        attend(q, k, k, **options)
+    software.reset()
+    same_bits(attend(q, k, k, **options), want)
+    assert software.get("live") == before
+
+
 def test_a_short_call_is_one_command_buffer(software, rng):
     q, k, v, dout = random_inputs(rng)
     _, saved = forge.attention_forward(q, k, v, backend="metal", kernel="materialized")
