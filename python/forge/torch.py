@@ -17,6 +17,7 @@ from typing import Any
 try:
     import torch
     from torch import Tensor
+    from torch.autograd import forward_ad
 except ImportError as error:
     raise ImportError(
         "forge.torch needs PyTorch: pip install torch, or pip install 'forge-attention[torch]'"
@@ -45,6 +46,12 @@ def _check_tensor(name: str, value: object) -> None:
             f"{value.dtype}; convert it with {name}.float(), load models with "
             "dtype=torch.float32, and under torch.autocast call forge within "
             "torch.autocast('cpu', enabled=False)"
+        )
+    # A custom operator without a forward-mode rule would hand on tangents of zero.
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
+        raise NotImplementedError(
+            f"{name} must have no forward-mode tangent; forge has no jvp: use reverse mode "
+            "(backward, torch.autograd.grad), or F.scaled_dot_product_attention"
         )
 
 
@@ -119,6 +126,7 @@ def attention(
         TypeError: wrong types or dtypes; half precision is not converted.
         ValueError: wrong shapes or values, tensors that are not on the CPU, or a combination that
             kernel or backend cannot serve.
+        NotImplementedError: forward-mode differentiation (torch.func.jvp and the like).
         MemoryError: the results do not fit.
     """
     for name, value in (("q", q), ("k", k), ("v", v)):

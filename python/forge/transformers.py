@@ -247,8 +247,9 @@ _UNSUPPORTED = {
 def _refuse(value: Tensor, query: Tensor, dropout: float, others: dict[str, Any]) -> None:
     if dropout:
         raise ValueError(
-            f"attention_dropout must be 0 in training, got {dropout}; set "
-            f"model.config.attention_dropout = 0 before the model is built, or {_INSTEAD}"
+            f"attention_dropout must be 0 in training, got {dropout}; build the model with the "
+            "dropout of its attention at 0 (attention_dropout=0; BERT: "
+            f"attention_probs_dropout_prob=0; GPT-2: attn_pdrop=0), or {_INSTEAD}"
         )
     for name, what in _UNSUPPORTED.items():
         given = others.get(name)

@@ -355,3 +355,23 @@ def test_the_drop_in_refuses_what_it_cannot_do(change, error, message):
     x = torch.zeros(1, 2, 5, 4)
     with pytest.raises(error, match=message):
         ft.scaled_dot_product_attention(**{"query": x, "key": x, "value": x, **change})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("position", range(3))
+def test_forward_mode_is_refused_not_zero(position):
+    """A custom operator without a rule hands on tangents of zero, and says nothing."""
+    tensors = [torch.randn(1, 5, 2, 8) for _ in range(3)]
+
+    def call(x):
+        return ft.attention(*tensors[:position], x, *tensors[position + 1 :])
+
+    x = tensors[position]
+    with pytest.raises(NotImplementedError, match=r"^[qkv] must have no forward-mode tangent"):
+        torch.func.jvp(call, (x,), (torch.ones_like(x),))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jacfwd(lambda x: call(x).sum())(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            call(dual)
