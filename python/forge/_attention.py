@@ -29,13 +29,13 @@ from forge._saved import Call, Saved
 
 def _check_dtype(arrays: dict[str, Array], kernel: str) -> None:
     dtype = arrays["q"].dtype
-    for name, array in arrays.items():
-        if array.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype} as q is, got {array.dtype}")
     if dtype == np.float64 and kernel == "fused":
         raise TypeError(
             "q must be float32 for kernel='fused', got float64; float64 needs kernel='materialized'"
         )
+    for name, array in arrays.items():
+        if array.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype} as q is, got {array.dtype}")
 
 
 def _prepare(
