@@ -254,7 +254,8 @@ def _refuse(value: Tensor, query: Tensor, dropout: float, others: dict[str, Any]
     for name, what in _UNSUPPORTED.items():
         given = others.get(name)
         if given is not None and given is not False:
-            raise ValueError(f"{name} must not be given, forge has no {what}; {_INSTEAD}")
+            instead = "use attn_implementation='eager'" if name == "output_attentions" else _INSTEAD
+            raise ValueError(f"{name} must not be given, forge has no {what}; {instead}")
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(
             f"value must have the head size of query, got {value.shape[-1]} and "
