@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import forge
@@ -62,6 +63,18 @@ def test_a_split_call_that_fails_in_any_piece_leaves_nothing_running(software, r
     software.reset()
     same_bits(attend(q, k, k, **options), want)
     assert software.get("live") == before
+
+
+def test_a_call_that_fails_between_its_pieces_waits_for_those_on_the_way(software, rng):
+    """They read and write the caller's arrays, which may be gone after the error."""
+    q, k, options = long_problem(rng, 60, 1000, 1 << 16)
+    software.set("nil_command_buffer")
+    software.set("nth", 2)
+    with pytest.raises(RuntimeError, match="gives no command buffer"):
+        attend(q, k, k, **options)
+    done = software.get("fmas")  # counted when a dispatch has ended
+    time.sleep(0.3)
+    assert software.get("fmas") == done > 0
 
 
 def test_a_short_call_is_one_command_buffer(software, rng):
