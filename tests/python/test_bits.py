@@ -1,5 +1,5 @@
 """Float32 results are, bit for bit, those whose digests bits.json holds: of the materialized family
-once for all devices, of the fused family for each CPU target and for the software Metal device.
+once for all of them, of the fused family for each CPU target and for the software Metal device.
 
 A change that alters bits on purpose renews the digests, in a commit of its own that says why:
 
@@ -42,7 +42,7 @@ def runs():
     if not targets[0]:
         targets = config["cpu_targets"]
     if "cpu" in backends:
-        yield "materialized", "cpu", targets[0]
+        yield from (("materialized", "cpu", target) for target in targets)
         yield from ((target, "cpu", target) for target in targets if target in CPU_TARGETS)
     if "metal" in backends and config["metal"] == "software":
         yield "materialized", "metal", ""
@@ -128,9 +128,7 @@ def test_every_cpu_target_has_digests():
 def renew():
     """Writes the digests of what can run here into the file."""
     columns = dict(DIGESTS)
-    for column, backend, target in runs():
-        if column == "materialized" and backend != "cpu":
-            continue
+    for column, (backend, target) in {run[0]: run[1:] for run in runs()}.items():
         before, columns[column] = DIGESTS.get(column, {}), {}
         for problem in problems_of(column):
             found, _ = compute(column, backend, target, problem)
