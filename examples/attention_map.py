@@ -3,7 +3,7 @@
 Eight query heads over two key/value heads. The keys of the first say where a word stands, those of
 the second which word it is; each query head asks for something else.
 
-    pip install "forge-attention[plot]"
+    pip install ".[plot]"
     python examples/attention_map.py [picture.png]
 """
 

@@ -3,7 +3,7 @@
 Everything but attention is plain NumPy (char_lm/model.py); attention, forward and backward, is
 forge: 8 query heads over 2 key/value heads, a sliding window in one layer, softcap in another.
 
-    pip install "forge-attention[demo]"
+    pip install ".[demo]"
     python examples/train_char_lm.py
 
 About a minute on two cores; it ends with a picture, out/train_char_lm.png.
@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 INSTALL = {
-    "forge": "pip install forge-attention",
-    "numpy": "pip install forge-attention",
-    "tqdm": 'pip install "forge-attention[demo]"',
-    "matplotlib": 'pip install "forge-attention[demo]"',
+    "forge": "pip install .",
+    "numpy": "pip install numpy",
+    "tqdm": "pip install tqdm",
+    "matplotlib": "pip install matplotlib",
 }
 USAGE, INTERRUPTED = 2, 130  # exit codes, beside 0 and 1
 

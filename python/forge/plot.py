@@ -1,4 +1,4 @@
-"""Pictures of attention. Needs matplotlib: ``pip install "forge-attention[plot]"``."""
+"""Pictures of attention. Needs matplotlib: ``pip install matplotlib``."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ class _Panels:
             from matplotlib.colors import PowerNorm
         except ImportError as error:
             raise ImportError(
-                "forge.plot needs matplotlib: pip install 'forge-attention[plot]'"
+                "forge.plot needs matplotlib: pip install matplotlib, or pip install '.[plot]' in "
+                "a checkout of forge"
             ) from error
         self.p, self.seen = p, seen
         self.keys, self.queries = keys, queries

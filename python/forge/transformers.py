@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "forge.transformers needs PyTorch and transformers with its AttentionMaskInterface: "
-        "pip install 'forge-attention[transformers]'"
+        "pip install torch transformers, or pip install '.[transformers]' in a checkout of forge"
     ) from error
 
 from forge.torch import attention
