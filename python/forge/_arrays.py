@@ -48,7 +48,7 @@ def as_input(name: str, value: object) -> Input:
     array = _as_ndarray(name, value)
     dtype = array.dtype
     if dtype.kind != "f" or dtype.itemsize not in (4, 8):
-        raise TypeError(wrong_dtype(name, dtype))
+        raise TypeError(wrong_dtype(name, dtype, value))
     reason = _why_copy(array)
     if reason is None:
         return Input(array, array, IN_PLACE)
@@ -62,6 +62,7 @@ def _as_ndarray(name: str, value: object) -> Array:
         return value
     if isinstance(value, np.ndarray):
         return unmasked(name, value)
+    _refuse_to_lose_a_gradient(name, value)
     if isinstance(value, (np.generic, type)):
         raise TypeError(f"{name} must be an array, got {_kind(value)}")
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
@@ -75,6 +76,25 @@ def _as_ndarray(name: str, value: object) -> Array:
 
 def _kind(value: object) -> str:
     return type(value).__name__
+
+
+def _refuse_to_lose_a_gradient(name: str, value: object) -> None:
+    if _is_of(value, "torch") and getattr(value, "requires_grad", False):
+        raise TypeError(
+            f"{name} must be without a gradient here, got a tensor that requires one; use "
+            f"forge.torch.attention, which is differentiable, or pass {name}.detach() where no "
+            "gradient is wanted"
+        )
+    if _is_of(value, "jax") and _kind(value).endswith("Tracer"):
+        raise TypeError(
+            f"{name} must have values here, got a {_kind(value)}; use forge.jax.attention inside "
+            "jax.jit, jax.grad, jax.vmap and the like"
+        )
+
+
+def _is_of(value: object, *packages: str) -> bool:
+    """Whether the value's type, or one that it is derived from, is one of these packages'."""
+    return any(base.__module__.partition(".")[0] in packages for base in type(value).__mro__)
 
 
 def _exported(name: str, value: Any) -> Array:
@@ -112,15 +132,45 @@ def _read(name: str, value: object, reader: Callable[[Any], Any]) -> Array:
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         dtype = str(getattr(value, "dtype", "float32"))
         if dtype.rpartition(".")[2] not in ("float32", "float64"):
-            raise TypeError(wrong_dtype(name, dtype)) from error
+            raise TypeError(wrong_dtype(name, dtype, value)) from error
         raise TypeError(
             f"{name} must be readable as a NumPy array, got {_kind(value)}: {error}"
         ) from error
     return array
 
 
-def wrong_dtype(name: str, dtype: object) -> str:
-    return f"{name} must be float32 (or float64 with kernel='materialized'), got {dtype}"
+def wrong_dtype(name: str, dtype: object, value: object) -> str:
+    said = f"{name} must be float32 (or float64 with kernel='materialized'), got {dtype}"
+    kind = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
+    if not kind.startswith(("float", "bfloat", "int", "uint")):
+        return said
+    cost = "a copy of twice the bytes" if kind in ("float16", "bfloat16") else "a copy"
+    return f"{said}; pass {as_float(name, value)}, {cost}"
+
+
+def wrong_precision(name: str, dtype: object, expected: object, value: object) -> str:
+    said = f"{name} must be {expected} as q is, got {dtype}"
+    return f"{said}; pass {as_float(name, value, str(expected).rpartition('.')[2])}, a copy"
+
+
+def float64_for_fused(q: object) -> str:
+    return (
+        "q must be float32 for kernel='fused', got float64; pass "
+        f"{as_float('q', q)}, a copy in single precision, and k and v likewise, or "
+        "kernel='materialized', which computes in float64, but ten times slower or more and in "
+        "O(T^2) memory"
+    )
+
+
+def as_float(name: str, value: object, dtype: str = "float32") -> str:
+    """Return how to write the argument in another precision, in the words of its own library."""
+    if _is_of(value, "torch"):
+        return f"{name}.to(torch.{dtype})"
+    if _is_of(value, "jax", "jaxlib"):
+        return f"{name}.astype(jax.numpy.{dtype})"
+    if _is_of(value, "mlx"):
+        return f"{name}.astype(mlx.core.{dtype})"
+    return f"{name}.astype(np.{dtype})" if hasattr(value, "astype") else f"{name} as {dtype}"
 
 
 def unmasked(name: str, array: Array) -> Array:
@@ -258,6 +308,13 @@ def empty(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Array:
 
 # A GPU works on arrays of whole pages without a copy; the CPU has no use for them.
 new_array = np.empty if _forge.build_config()["metal"] == "off" else empty
+
+
+def as_bool(name: str, value: object) -> bool:
+    """Return a bool; only Python's and NumPy's scalars are any."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return bool(value)
 
 
 def as_int(name: str, value: object, expected: str = "an int") -> int:

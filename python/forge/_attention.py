@@ -8,11 +8,14 @@ from forge import _forge, _run
 from forge._arrays import (
     IN_PLACE,
     Array,
+    as_bool,
     as_input,
     as_output,
     check_overlap,
+    float64_for_fused,
     new_array,
     split_heads,
+    wrong_precision,
 )
 from forge._memory import check_memory
 from forge._options import (
@@ -27,15 +30,14 @@ from forge._options import (
 from forge._saved import Call, Saved
 
 
-def _check_dtype(arrays: dict[str, Array], kernel: str) -> None:
+def _check_dtype(arrays: dict[str, Array], kernel: str, values: dict[str, object]) -> None:
+    """Check the dtypes of the arrays, and name the way out in the words of the caller's values."""
     dtype = arrays["q"].dtype
     if dtype == np.float64 and kernel == "fused":
-        raise TypeError(
-            "q must be float32 for kernel='fused', got float64; float64 needs kernel='materialized'"
-        )
+        raise TypeError(float64_for_fused(values["q"]))
     for name, array in arrays.items():
         if array.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype} as q is, got {array.dtype}")
+            raise TypeError(wrong_precision(name, array.dtype, dtype, values[name]))
 
 
 def _prepare(
@@ -49,7 +51,7 @@ def _prepare(
     inputs = {name: as_input(name, value) for name, value in values.items()}
     arrays = {name: taken.array for name, taken in inputs.items()}
     q, k, v = arrays.values()
-    _check_dtype(arrays, family)
+    _check_dtype(arrays, family, values)
     heads = head_counts(q, k, v, *head_counts_given)
     return Call(
         q=split_heads(q, heads.H),
@@ -132,10 +134,13 @@ def attention(
             ``(left, right)``: so many keys on either side, itself not counted, -1 for no limit.
         softcap: ``s = softcap * tanh(x / softcap)`` before the mask; None or 0: off.
         scale: factor of ``q . k``; ``1 / sqrt(hd)`` by default.
-        query_offset: key position of query 0, an int or an int array ``[B]``. By default
-            ``Tk - Tq``: the last query stands at the last key.
-        key_start: first visible key, an int or an int array ``[B]`` in ``[0, Tk]``.
-        key_end: one past the last visible key, likewise.
+        query_offset: key position of query 0, an int, or ints ``[B]`` as an array, a list or
+            whatever else NumPy makes an integer array of. By default ``Tk - Tq``: the last query
+            stands at the last key.
+        key_start: first visible key, an int or ints ``[B]`` in ``[0, Tk]``.
+        key_end: one past the last visible key, likewise. It moves no query: where ``Tq != Tk`` and
+            a window, or ``causal`` with ``Tq > 1``, counts positions, ``query_offset`` must be
+            given with it (``key_end - Tq`` for a cache, ``Tk - Tq`` for padding).
         num_heads: ``H``; needed for 3-D arrays.
         num_kv_heads: ``Hkv``; for 3-D arrays, ``H`` by default.
         kernel: ``"fused"`` (the default; O(T) memory, float32) or ``"materialized"`` (keeps ``p``;
@@ -245,8 +250,7 @@ def attention_backward(
     """
     if not isinstance(saved, Saved):
         raise TypeError(f"saved must come from attention_forward, got {type(saved).__name__}")
-    if not isinstance(accumulate, (bool, np.bool_)):
-        raise TypeError(f"accumulate must be a bool, got {type(accumulate).__name__}")
+    accumulate = as_bool("accumulate", accumulate)
     call = saved._call
     dtype = call.q.dtype
     given = {"dout": as_input("dout", dout)}
@@ -256,13 +260,14 @@ def attention_backward(
     arrays = {**call.arrays, **{name: taken.how for name, taken in given.items()}}
     for name, array in inputs.items():
         if array.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype} as q is, got {array.dtype}")
+            value = dout if name == "dout" else dlse
+            raise TypeError(wrong_precision(name, array.dtype, dtype, value))
         expected = call.query_shape() if name == "dout" else call.row_shape()
         if array.shape != expected:
             raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
     read = {name: taken.given for name, taken in given.items()}
-    outputs, results = _gradients(saved, read, {"dq": dq, "dk": dk, "dv": dv}, bool(accumulate))
-    _run_backward(saved, inputs, outputs, bool(accumulate), arrays)
+    outputs, results = _gradients(saved, read, {"dq": dq, "dk": dk, "dv": dv}, accumulate)
+    _run_backward(saved, inputs, outputs, accumulate, arrays)
     return results["dq"], results["dk"], results["dv"]
 
 

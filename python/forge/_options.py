@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from forge import _forge
-from forge._arrays import Array, as_int, unmasked
+from forge._arrays import Array, as_bool, as_int, unmasked
 from forge._memory import check_memory
 
 Window = int | tuple[int, int] | None
-Positions = int | Array | None
+Positions = npt.ArrayLike | None
 
 _INT64_MAX = 2**63 - 1
 _INT64_MIN = -(2**63)
@@ -103,7 +104,9 @@ def _heads_of_3d(given: NamedArrays, H: int | None, Hkv: int | None) -> Heads:
     (q_name, q), (k_name, k) = given
     if H is None:
         raise ValueError(
-            f"num_heads must be given for 3-D arrays, got None with {q_name} {q.shape}"
+            "num_heads must be given for 3-D arrays, which are read as [B, T, heads * hd], got "
+            f"None with {q_name} of shape {tuple(q.shape)}; one sequence [T, heads, hd] without a "
+            f"batch is {q_name}[None]"
         )
     if H < 1:
         raise ValueError(f"num_heads must be at least 1, got {H}")
@@ -163,18 +166,38 @@ def _no_limit_beyond_int64(end: int) -> int:
     return end if end <= _INT64_MAX else -1
 
 
+def as_int_array(name: str, value: object) -> Array | int:
+    """Return an int, or the integer array that NumPy makes of a list, a tensor, a Series, ...
+
+    Raises:
+        TypeError: floats, bools and whatever else is no integers; masked elements.
+    """
+    expected = "an int or an int array [B]"
+    # Not by __index__: tensors of one element, and those of bools, have it.
+    if isinstance(value, (int, np.integer)):
+        return as_int(name, value, expected)
+    try:
+        array = np.asanyarray(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} must be {expected}, got {type(value).__name__}: {error}"
+        ) from error
+    array = unmasked(name, array)
+    if array.dtype.kind in "iu":
+        return array if array.ndim else int(array)
+    if array.ndim or array.dtype.kind in "bfc":
+        raise TypeError(f"{name} must be {expected}, got {array.dtype}")
+    return as_int(name, value, expected)
+
+
 def as_positions(name: str, value: object, B: int, lo: int, hi: int) -> Array | int:
-    if isinstance(value, np.ndarray) and value.ndim:
-        value = unmasked(name, value)
-        if value.dtype.kind not in "iu":
-            raise TypeError(f"{name} must be an int or an int array [B], got {value.dtype}")
-        if value.shape != (B,):
-            raise ValueError(f"{name} must have shape ({B},), got {value.shape}")
-        ends = [int(value.min()), int(value.max())] if B else []
-        position: Array | int = value
-    else:
-        position = as_int(name, value, "an int or an int array [B]")
+    position = as_int_array(name, value)
+    if isinstance(position, int):
         ends = [position]
+    elif position.shape != (B,):
+        raise ValueError(f"{name} must have shape ({B},), got {position.shape}")
+    else:
+        ends = [int(position.min()), int(position.max())] if B else []
     for end in ends:
         if not lo <= end <= hi:
             raise ValueError(f"{name} must be within [{lo}, {hi}], got {end}")
@@ -243,6 +266,22 @@ class MaskAndScale:
     key_end: Positions = None
 
 
+def _require_offset(given: MaskAndScale, heads: Heads, window: tuple[int, int]) -> None:
+    """Refuse to guess where the queries stand in keys that key_end cuts.
+
+    By shapes and options alone, never by values: a call is refused at every length or at none.
+    """
+    if given.key_end is None or given.query_offset is not None or heads.Tq == heads.Tk:
+        return
+    if window != (-1, -1) or (given.causal and heads.Tq > 1):
+        raise ValueError(
+            "query_offset must be given with key_end where a window, or causal with more than one "
+            f"query, counts positions and Tq != Tk, got None with Tq={heads.Tq} and Tk={heads.Tk}; "
+            "write query_offset = key_end - Tq where the last query stands at the last filled row "
+            f"of a cache, or Tk - Tq ({heads.Tk - heads.Tq}) where key_end cuts off padding"
+        )
+
+
 def compiled_options(
     given: MaskAndScale, heads: Heads, dtype: np.dtype[Any], kernel: str, backend: str
 ) -> _forge.Options:
@@ -252,16 +291,16 @@ def compiled_options(
         TypeError: an option of the wrong type.
         ValueError: an option out of its range.
     """
-    if not isinstance(given.causal, (bool, np.bool_)):
-        raise TypeError(f"causal must be a bool, got {type(given.causal).__name__}")
-    window_left, window_right = as_window(given.window)
+    causal = as_bool("causal", given.causal)
+    window = as_window(given.window)
     softcap = 0.0 if given.softcap is None else as_real("softcap", given.softcap, dtype)
     if softcap < 0:
         raise ValueError(f"softcap must not be negative, got {given.softcap}")
+    _require_offset(given, heads, window)
     return {
-        "causal": bool(given.causal),
-        "window_left": window_left,
-        "window_right": window_right,
+        "causal": causal,
+        "window_left": window[0],
+        "window_right": window[1],
         "softcap": softcap,
         "scale": (
             1 / math.sqrt(heads.hd) if given.scale is None else as_real("scale", given.scale, dtype)

@@ -10,12 +10,13 @@ import math
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 try:
     import jax
 except ImportError as error:
     raise ImportError(
-        "forge.jax needs JAX: pip install jax, or pip install 'forge-attention[jax]'"
+        "forge.jax needs JAX: pip install jax, or pip install '.[jax]' in a checkout of forge"
     ) from error
 
 from forge._arrays import Array, wrong_dtype
@@ -23,6 +24,7 @@ from forge._attention import _check_dtype, _prepare, attention_backward, attenti
 from forge._options import (
     MaskAndScale,
     Window,
+    as_int_array,
     backend_name,
     compiled_options,
     head_counts,
@@ -32,7 +34,7 @@ from forge._saved import Saved
 
 __all__ = ["attention"]
 
-Positions: TypeAlias = int | Array | jax.Array | None
+Positions: TypeAlias = npt.ArrayLike | jax.Array | None
 
 
 class _Static(NamedTuple):
@@ -78,10 +80,11 @@ def attention(
         window: an int >= 1, or ``(left, right)``.
         softcap: ``s = softcap * tanh(x / softcap)`` before the mask; None or 0: off.
         scale: factor of ``q . k``; ``1 / sqrt(hd)`` by default.
-        query_offset: key position of query 0, an int or an int array ``[B]``; ``Tk - Tq`` by
-            default.
-        key_start: first visible key, an int or an int array ``[B]``.
-        key_end: one past the last visible key, likewise.
+        query_offset: key position of query 0, an int, or ints ``[B]`` as an array or a list;
+            ``Tk - Tq`` by default.
+        key_start: first visible key, an int or ints ``[B]``.
+        key_end: one past the last visible key, likewise; give ``query_offset`` with it where
+            :func:`forge.attention` asks for it.
         num_heads: ``H``; needed for 3-D arrays.
         num_kv_heads: ``Hkv``; for 3-D arrays, ``H`` by default.
         kernel: ``"fused"`` (the default) or ``"materialized"``.
@@ -125,31 +128,30 @@ def _checked(
     """Check what can be checked before anything runs, so that errors name the caller's line."""
     q, k, v = arrays.values()
     kernel = kernel_name(options["kernel"])
-    _check_dtype(arrays, kernel)
+    _check_dtype(arrays, kernel, arrays)
     heads = head_counts(q, k, v, options["num_heads"], options["num_kv_heads"])
     shaping = {name: options[name] for name in ("causal", "window", "softcap", "scale")}
     backend = backend_name(options["backend"])
-    compiled_options(MaskAndScale(**shaping, **known), heads, q.dtype, kernel, backend)
+    given = {**known, **dict.fromkeys(traced, 0)}  # given, with a value that is always in range
+    compiled_options(MaskAndScale(**shaping, **given), heads, q.dtype, kernel, backend)
     for name, value in traced.items():
         _check_positions(name, value, heads.B)
-    given = {name: _hashable(value) for name, value in known.items() if value is not None}
+    positions = {n: _hashable(n, value) for n, value in known.items() if value is not None}
     fixed = {**options, "kernel": kernel}
-    return _Static(q.ndim, heads.B, tuple(fixed.items()), tuple(given.items()))
+    return _Static(q.ndim, heads.B, tuple(fixed.items()), tuple(positions.items()))
 
 
 def _check_array(name: str, value: object) -> None:
     if not isinstance(value, jax.Array):
         raise TypeError(f"{name} must be a jax.Array, got {type(value).__name__}")
     if value.dtype not in (np.float32, np.float64):
-        raise TypeError(
-            f"{wrong_dtype(name, value.dtype)}; convert it with {name}.astype(jax.numpy.float32)"
-        )
+        raise TypeError(wrong_dtype(name, value.dtype, value))
 
 
-def _hashable(position: object) -> Any:
+def _hashable(name: str, position: object) -> int | tuple[int, ...]:
     """An int as it is, an int array as a tuple."""
-    value = np.asarray(position).tolist()
-    return tuple(value) if isinstance(value, list) else value
+    value = as_int_array(name, position)
+    return value if isinstance(value, int) else tuple(value.tolist())
 
 
 def _check_positions(name: str, value: Any, B: int) -> None:

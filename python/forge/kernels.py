@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from forge import _forge, _run
-from forge._arrays import IN_PLACE, Array, as_input, as_output, check_overlap, split_heads
+from forge._arrays import (
+    IN_PLACE,
+    Array,
+    as_float,
+    as_input,
+    as_output,
+    check_overlap,
+    split_heads,
+)
 from forge._options import (
     Heads,
     MaskAndScale,
@@ -248,7 +256,9 @@ def _inputs(**values: object) -> dict[str, Array]:
     for name, value in values.items():
         array, _, how = as_input(name, value)
         if array.dtype != _FLOAT32:
-            raise TypeError(f"{name} must be float32, got {array.dtype}")
+            raise TypeError(
+                f"{name} must be float32, got {array.dtype}; pass {as_float(name, value)}, a copy"
+            )
         if how != IN_PLACE:
             raise ValueError(f"{name} must be used in place, got an array to be {how}")
         _require_contiguous(name, array)

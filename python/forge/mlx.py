@@ -11,21 +11,23 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 try:
     import mlx.core as mx
 except ImportError as error:
     raise ImportError(
-        "forge.mlx needs MLX: pip install 'mlx[cpu]', or pip install 'forge-attention[mlx]'"
+        "forge.mlx needs MLX: pip install 'mlx[cpu]', or pip install '.[mlx]' in a checkout of "
+        "forge"
     ) from error
 
-from forge._arrays import Array, wrong_dtype
+from forge._arrays import wrong_dtype
 from forge._attention import attention_backward, attention_forward
 from forge._options import Window
 
 __all__ = ["attention"]
 
-Positions: TypeAlias = int | Array | mx.array | None
+Positions: TypeAlias = npt.ArrayLike | mx.array | None
 
 
 def attention(
@@ -60,10 +62,11 @@ def attention(
         window: an int >= 1, or ``(left, right)``.
         softcap: ``s = softcap * tanh(x / softcap)`` before the mask; None or 0: off.
         scale: factor of ``q . k``; ``1 / sqrt(hd)`` by default.
-        query_offset: key position of query 0, an int or an int array ``[B]``, MLX's or NumPy's;
-            ``Tk - Tq`` by default.
-        key_start: first visible key, an int or an int array ``[B]``.
-        key_end: one past the last visible key, likewise.
+        query_offset: key position of query 0, an int, or ints ``[B]`` as an array, MLX's or
+            NumPy's, or a list; ``Tk - Tq`` by default.
+        key_start: first visible key, an int or ints ``[B]``.
+        key_end: one past the last visible key, likewise; give ``query_offset`` with it where
+            :func:`forge.attention` asks for it.
         num_heads: ``H``; needed for 3-D arrays.
         num_kv_heads: ``Hkv``; for 3-D arrays, ``H`` by default.
         kernel: ``"fused"`` (the default) or ``"materialized"``.
@@ -136,9 +139,7 @@ def _check_array(name: str, value: object) -> None:
     if not isinstance(value, mx.array):
         raise TypeError(f"{name} must be an mx.array, got {type(value).__name__}")
     if value.dtype not in (mx.float32, mx.float64):
-        raise TypeError(
-            f"{wrong_dtype(name, value.dtype)}; convert it with {name}.astype(mx.float32)"
-        )
+        raise TypeError(wrong_dtype(name, value.dtype, value))
 
 
 def _evaluate(*arrays: mx.array) -> None:

@@ -14,17 +14,20 @@ import math
 import numbers
 from typing import Any
 
+import numpy as np
+
 try:
     import torch
     from torch import Tensor
     from torch.autograd import forward_ad
 except ImportError as error:
     raise ImportError(
-        "forge.torch needs PyTorch: pip install torch, or pip install 'forge-attention[torch]'"
+        "forge.torch needs PyTorch: pip install torch, or pip install '.[torch]' in a checkout of "
+        "forge"
     ) from error
 
-from forge._arrays import as_int
-from forge._options import Window, as_window, kernel_name
+from forge._arrays import as_bool, as_int, float64_for_fused, wrong_precision
+from forge._options import Positions, Window, as_int_array, as_window, kernel_name
 from forge._torch_ops import Options, forward_op
 
 __all__ = ["attention", "scaled_dot_product_attention"]
@@ -55,13 +58,28 @@ def _check_tensor(name: str, value: object) -> None:
         )
 
 
-def _as_positions(name: str, value: int | Tensor | None) -> Tensor | None:
+def _check_precision(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> None:
+    if q.dtype == torch.float64 and kernel == "fused":
+        raise TypeError(float64_for_fused(q))
+    for name, value in (("k", k), ("v", v)):
+        if value.dtype != q.dtype:
+            raise TypeError(wrong_precision(name, value.dtype, q.dtype, value))
+
+
+def _as_positions(name: str, value: Positions | Tensor) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
         return value
-    position = as_int(name, value, "an int or an int tensor [B]")
-    if not -(2**63) <= position < 2**63:
-        raise ValueError(f"{name} must be within int64, got {position}")
-    return torch.tensor(position)
+    if torch.compiler.is_compiling() and isinstance(value, (list, tuple, range, np.ndarray)):
+        # The operator checks it. NumPy's functions would break the graph.
+        return torch.as_tensor(value if isinstance(value, np.ndarray) else list(value))
+    positions = as_int_array(name, value)
+    every = [positions] if isinstance(positions, int) else positions.ravel().tolist()
+    for position in every:
+        if not -(2**63) <= position < 2**63:
+            raise ValueError(f"{name} must be within int64, got {position}")
+    if isinstance(positions, int):
+        return torch.tensor(positions)
+    return torch.from_numpy(positions.astype(np.int64))
 
 
 def _as_float(name: str, value: object) -> float | None:
@@ -85,9 +103,9 @@ def attention(
     window: Window = None,
     softcap: float | None = None,
     scale: float | None = None,
-    query_offset: int | Tensor | None = None,
-    key_start: int | Tensor | None = None,
-    key_end: int | Tensor | None = None,
+    query_offset: Positions | Tensor = None,
+    key_start: Positions | Tensor = None,
+    key_end: Positions | Tensor = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     kernel: str | None = None,
@@ -109,10 +127,11 @@ def attention(
         window: an int >= 1, or ``(left, right)``.
         softcap: ``s = softcap * tanh(x / softcap)`` before the mask; None or 0: off.
         scale: factor of ``q . k``; ``1 / sqrt(hd)`` by default.
-        query_offset: key position of query 0, an int or an int tensor ``[B]``; ``Tk - Tq`` by
-            default.
-        key_start: first visible key, an int or an int tensor ``[B]``.
-        key_end: one past the last visible key, likewise.
+        query_offset: key position of query 0, an int, or ints ``[B]`` as a tensor, an array or a
+            list; ``Tk - Tq`` by default.
+        key_start: first visible key, an int or ints ``[B]``.
+        key_end: one past the last visible key, likewise; give ``query_offset`` with it where
+            :func:`forge.attention` asks for it.
         num_heads: ``H``; needed for 3-D tensors.
         num_kv_heads: ``Hkv``; for 3-D tensors, ``H`` by default.
         kernel: ``"fused"`` (the default) or ``"materialized"``.
@@ -131,8 +150,9 @@ def attention(
     """
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, value)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    causal, return_lse = as_bool("causal", causal), as_bool("return_lse", return_lse)
+    kernel = kernel_name(kernel)
+    _check_precision(q, k, v, kernel)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be a string, got {type(backend).__name__}")
     left, right = as_window(window)
@@ -147,7 +167,7 @@ def attention(
         scale=_as_float("scale", scale),
         num_heads=None if num_heads is None else as_int("num_heads", num_heads),
         num_kv_heads=None if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads),
-        kernel=kernel_name(kernel),
+        kernel=kernel,
         backend=backend,
     )
     out, lse, *_ = forward_op(q, k, v, *options)
@@ -219,9 +239,8 @@ def _check_sdpa_options(
             f"dropout_p must be 0, got {dropout_p}; forge has no dropout on probabilities: set it "
             "to 0 (and in evaluation pass 0 as with torch), or use F.scaled_dot_product_attention"
         )
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+    as_bool("is_causal", is_causal)
+    as_bool("enable_gqa", enable_gqa)
 
 
 def _batched(

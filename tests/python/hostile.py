@@ -108,7 +108,7 @@ def recorded_calls():
     rows = np.zeros((2, 4, 3), np.float32)
     for kernel in ("fused", "materialized"):
         _, saved = forge.attention_forward(
-            q, k, v, causal=True, key_end=5, softcap=2.0, kernel=kernel
+            q, k, v, causal=True, query_offset=2, key_end=5, softcap=2.0, kernel=kernel
         )
         forge.attention_backward(dout, saved, dlse=rows)
     o, p, m, d, dq, dk, dv = (x.copy() for x in (q, saved.probs, rows, rows, q, k, v))

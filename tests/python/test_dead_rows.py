@@ -107,7 +107,7 @@ def test_one_live_row_among_many(backend, kernel, rng):
         {"causal": True, "query_offset": -5},
         {"window": 2, "query_offset": 20},
         {"window": (0, 0), "query_offset": -100},
-        {"causal": True, "softcap": 1.0, "key_end": 0},
+        {"causal": True, "softcap": 1.0, "query_offset": 2, "key_end": 0},
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ OPTIONS = {
     "two-sided window": {"window": (2, 1)},
     "softcap and scale": {"softcap": 2.0, "scale": -0.7},
     "offset": {"causal": True, "query_offset": 1},
-    "padded": {"causal": True, "key_start": [1, 0], "key_end": [6, 5]},
+    "padded": {"causal": True, "query_offset": [2, 3], "key_start": [1, 0], "key_end": [6, 5]},
 }
 
 
@@ -341,5 +341,5 @@ def test_forge_alone_does_not_import_jax():
 def test_without_jax_the_import_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", None)
     monkeypatch.delitem(sys.modules, "forge.jax")
-    with pytest.raises(ImportError, match=r"forge-attention\[jax\]"):
+    with pytest.raises(ImportError, match=r"pip install jax, or pip install '\.\[jax\]'"):
         import forge.jax  # noqa: F401

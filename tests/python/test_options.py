@@ -21,6 +21,12 @@ VALUES = {
 OTHER_WINDOWS = [(2, 1), (0, 0), (-1, 2), (3, -1)]
 
 
+def with_offset(options):
+    """Where it must be given with key_end: the default's value."""
+    counted = options.get("causal") or options.get("window")
+    return {"query_offset": 2, **options} if "key_end" in options and counted else options
+
+
 @pytest.fixture
 def inputs(rng):
     return random_inputs(rng, B=2, Tq=6, Tk=8, H=4, Hkv=2, hd=5, spread=1.5)
@@ -50,13 +56,15 @@ def test_the_offset_matters_once_there_is_a_causal_mask(inputs, backend, kernel)
 
 @pytest.mark.parametrize(("one", "other"), list(combinations(VALUES, 2)))
 def test_each_pair_of_options(one, other, inputs, backend, kernel):
-    check(*inputs, backend=backend, kernel=kernel, **{name: VALUES[name] for name in (one, other)})
+    pair = with_offset({name: VALUES[name] for name in (one, other)})
+    check(*inputs, backend=backend, kernel=kernel, **pair)
 
 
 @pytest.mark.parametrize("window", OTHER_WINDOWS)
 @pytest.mark.parametrize("other", [name for name in VALUES if name != "window"])
 def test_two_sided_windows_with_each_option(window, other, inputs, backend, kernel):
-    check(*inputs, backend=backend, kernel=kernel, window=window, **{other: VALUES[other]})
+    pair = with_offset({"window": window, other: VALUES[other]})
+    check(*inputs, backend=backend, kernel=kernel, **pair)
 
 
 @pytest.mark.parametrize("name", [*VALUES, None])
@@ -131,10 +139,13 @@ def test_values_that_switch_an_option_off(name, off, inputs, backend, kernel):
         ("query_offset", 1, np.int16(1)),
         ("key_start", 2, np.array([2, 2], np.uint16)),
         ("key_end", 5, np.array([9, 5, 5, 9])[1:3]),
+        ("key_end", 5, [5, np.uint8(5)]),
+        ("key_start", 2, (2, 2)),
+        ("query_offset", 1, [1, 1]),
     ],
 )
 def test_two_ways_to_say_the_same(name, one, other, inputs, backend, kernel):
-    options = {"backend": backend, "kernel": kernel, "causal": True}
+    options = {"backend": backend, "kernel": kernel, "causal": True, "query_offset": 2}
     assert_same_bits(
         run(*inputs, **(options | {name: one})), run(*inputs, **(options | {name: other}))
     )

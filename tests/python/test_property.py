@@ -42,7 +42,7 @@ def positions(draw, B, values):
 
 
 @st.composite
-def option_sets(draw, B, Tk):
+def option_sets(draw, B, Tq, Tk):
     options = {"causal": draw(st.booleans())}
     if draw(st.booleans()):
         options["window"] = draw(windows())
@@ -55,6 +55,9 @@ def option_sets(draw, B, Tk):
     for name in ("key_start", "key_end"):
         if draw(st.booleans()):
             options[name] = positions(draw, B, st.integers(0, Tk))
+    limited = options.get("window") not in (None, (-1, -1)) or (options["causal"] and Tq > 1)
+    if "key_end" in options and limited and Tq != Tk:  # then it must be given
+        options.setdefault("query_offset", positions(draw, B, offsets))
     return options
 
 
@@ -85,7 +88,7 @@ def problems(draw):
     if draw(st.booleans()):
         rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
         dlse = rng.standard_normal((B, H, Tq)).astype(np.float32)
-    return arrays, dlse, draw(option_sets(B, Tk))
+    return arrays, dlse, draw(option_sets(B, Tq, Tk))
 
 
 # Fixtures stay as they are while a test draws its examples, which is what they are for here.
@@ -117,7 +120,7 @@ def test_accumulating_equals_adding(backend, kernel, problem, data):
 @given(data=st.data())
 def test_counts_of_visible_keys(backend, kernel, data):
     B, Tq, Tk, H, Hkv, hd = data.draw(shapes())
-    options = data.draw(option_sets(B, Tk))
+    options = data.draw(option_sets(B, Tq, Tk))
     for name in ("softcap", "scale"):
         options.pop(name, None)
     q, k = np.zeros((B, Tq, H, hd), np.float32), np.ones((B, Tk, Hkv, hd), np.float32)

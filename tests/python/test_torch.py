@@ -21,7 +21,7 @@ OPTIONS = {
     "two-sided window": {"window": (2, 1)},
     "softcap and scale": {"softcap": 2.0, "scale": -0.7},
     "offset": {"causal": True, "query_offset": 1},
-    "padded": {"causal": True, "key_start": [1, 0], "key_end": [6, 5]},
+    "padded": {"causal": True, "query_offset": [2, 3], "key_start": [1, 0], "key_end": [6, 5]},
 }
 
 
@@ -182,8 +182,9 @@ def test_the_operator_is_registered_as_torch_wants_it(rng, name):
 
     q, k, v, _ = (x.requires_grad_() for x in tensors(rng, B=2, Tq=5, Tk=7, H=4, Hkv=2))
     options = Options(
-        None, torch.tensor(1), torch.tensor([6, 7]), True, 3, -1, 2.0, None, None, None, name, None
-    )
+        torch.tensor(2), torch.tensor(1), torch.tensor([6, 7]),
+        True, 3, -1, 2.0, None, None, None, name, None,
+    )  # fmt: skip
     assert set(torch.library.opcheck(forward_op, (q, k, v, *options)).values()) == {"SUCCESS"}
 
 
@@ -234,7 +235,7 @@ def test_autocast_is_refused_with_advice(rng):
 
 def test_float64_wants_the_materialized_kernel(rng):
     q, k, v, _ = tensors(rng, np.float64, B=1, Tq=4)
-    with pytest.raises(TypeError, match="float64 needs kernel='materialized'"):
+    with pytest.raises(TypeError, match=r"q\.to\(torch\.float32\), .* or kernel='materialized'"):
         ft.attention(q, k, v)
 
 
@@ -287,7 +288,7 @@ def test_forge_does_not_import_torch():
 
 def test_without_torch_the_error_says_what_to_install():
     done = run_script("sys.modules['torch'] = None; import forge.torch", check=False)
-    assert "forge.torch needs PyTorch: pip install torch" in done.stderr
+    assert "forge.torch needs PyTorch: pip install torch, or pip install '.[torch]'" in done.stderr
     assert sys.modules["torch"] is torch
 
 
