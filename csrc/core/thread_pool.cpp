@@ -4,19 +4,19 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "core/cpu_count.h"
+
 #if defined(__linux__)
 #include <sched.h>
 #endif
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
-#include <unistd.h>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -35,43 +35,6 @@ void pause_cpu() {
 #elif defined(__aarch64__)
   __asm__ volatile("yield");
 #endif
-}
-
-std::vector<int> allowed_cpus() {
-  std::vector<int> cpus;
-#if defined(__linux__)
-  cpu_set_t set;
-  if (sched_getaffinity(getpid(), sizeof set, &set) == 0) {  // of the main thread
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
-    }
-  }
-#endif
-  if (cpus.empty()) {
-    const int count = std::max(1u, std::thread::hardware_concurrency());
-    for (int cpu = 0; cpu < count; ++cpu) cpus.push_back(cpu);
-  }
-  return cpus;
-}
-
-// CPUs' worth of time that a cgroup grants, rounded up; a large number where there is no limit.
-int cgroup_cpu_limit() {
-#if defined(__linux__)
-  long long quota = -1, period = 0;
-  if (FILE* file = std::fopen("/sys/fs/cgroup/cpu.max", "re")) {  // cgroup v2; "max 100000": none
-    if (std::fscanf(file, "%lld %lld", &quota, &period) != 2) quota = -1;
-    std::fclose(file);
-  } else if (FILE* v1 = std::fopen("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "re")) {
-    if (std::fscanf(v1, "%lld", &quota) != 1) quota = -1;
-    std::fclose(v1);
-    if (FILE* v1_period = std::fopen("/sys/fs/cgroup/cpu/cpu.cfs_period_us", "re")) {
-      if (std::fscanf(v1_period, "%lld", &period) != 1) period = 0;
-      std::fclose(v1_period);
-    }
-  }
-  if (quota > 0 && period > 0) return static_cast<int>((quota + period - 1) / period);
-#endif
-  return kMaxThreads;
 }
 
 // One parallel region: tasks are claimed off a shared counter, first to last.
@@ -248,12 +211,6 @@ Pool& current_pool() {
 }
 
 }  // namespace
-
-int usable_cpus() {
-  static const int cpus =
-      std::max(1, std::min(static_cast<int>(allowed_cpus().size()), cgroup_cpu_limit()));
-  return cpus;
-}
 
 int num_threads() {
   const int threads = thread_count.load(std::memory_order_relaxed);

@@ -7,9 +7,6 @@
 
 namespace forge {
 
-// CPUs this process may use: its affinity mask, capped by a cgroup CPU quota.
-int usable_cpus();
-
 constexpr int kMaxThreads = 1024;
 
 // Threads a parallel_for uses, the caller included. 0 in set_num_threads means usable_cpus().

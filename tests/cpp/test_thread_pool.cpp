@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/cpu_count.h"
 #include "core/thread_pool.h"
 
 namespace {
