@@ -17,6 +17,7 @@
 #endif
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
+#include <signal.h>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -36,6 +37,29 @@ void pause_cpu() {
   __asm__ volatile("yield");
 #endif
 }
+
+// A thread starts with the signals blocked that its creator blocks. No signal to the process is a
+// worker's to take: the program's own threads may wait for it. Those that a fault raises must reach
+// the thread that is at fault.
+class SignalsBlocked {
+ public:
+#if defined(__unix__) || defined(__APPLE__)
+  SignalsBlocked() {
+    sigset_t set;
+    sigfillset(&set);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS}) {
+      sigdelset(&set, fault);
+    }
+    pthread_sigmask(SIG_SETMASK, &set, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+#endif
+};
 
 // One parallel region: tasks are claimed off a shared counter, first to last.
 struct Region {
@@ -166,6 +190,8 @@ class Pool {
     const std::size_t wanted = static_cast<std::size_t>(all_cpus ? threads : threads - 1);
     workers_.reserve(wanted);  // nothing below may throw once a worker has started
     helpers_.reserve(wanted);
+    if (workers_.size() >= wanted) return;
+    const SignalsBlocked blocked;
     try {
       while (workers_.size() < wanted) {
         workers_.push_back(std::make_unique<Worker>(all_cpus ? cpus_[workers_.size()] : -1));

@@ -1,4 +1,5 @@
 // Every task runs exactly once, at any thread count, from many callers at once, and after fork.
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -68,6 +69,34 @@ void test_the_count_of_a_call_stands() {
   CHECK(forge::num_threads() == 8);
 }
 
+// Called first, so that the workers start here.
+void test_workers_block_all_signals_but_faults() {
+  forge::set_num_threads(3);
+  sigset_t own;
+  pthread_sigmask(SIG_SETMASK, nullptr, &own);
+  std::atomic<int> waiting{0}, wrong{0};
+  const std::thread::id caller = std::this_thread::get_id();
+  forge::parallel_for(3, [&](std::int64_t, int) {
+    ++waiting;
+    while (waiting < 3) std::this_thread::yield();  // a task a thread
+    if (std::this_thread::get_id() == caller) return;
+    sigset_t mask;
+    pthread_sigmask(SIG_SETMASK, nullptr, &mask);
+    for (const int taken : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD, SIGALRM, SIGPIPE}) {
+      if (sigismember(&mask, taken) != 1) ++wrong;
+    }
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS}) {
+      if (sigismember(&mask, fault) != 0) ++wrong;
+    }
+  });
+  CHECK(wrong == 0);
+  sigset_t after;
+  pthread_sigmask(SIG_SETMASK, nullptr, &after);
+  for (int number = 1; number < 32; ++number) {
+    CHECK(sigismember(&after, number) == sigismember(&own, number));
+  }
+}
+
 void test_many_callers() {
   forge::set_num_threads(3);
   std::atomic<int> failures{0};
@@ -104,6 +133,7 @@ void test_fork() {
 int main(int argc, char** argv) {
   // qemu-user cannot start threads in a child that a threaded process forked.
   [[maybe_unused]] const bool forks = !(argc > 1 && std::strcmp(argv[1], "no-fork") == 0);
+  test_workers_block_all_signals_but_faults();
   test_thread_counts();
   test_worker_indices_are_exclusive();
   test_the_count_of_a_call_stands();

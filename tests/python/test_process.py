@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 import threading
 
@@ -213,6 +214,27 @@ assert all(same(result, results[0]) for result in results)
 assert same(call(), results[0])
 """,
         FORGE_BACKEND=fused_backend,
+    )
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="this platform has no sigtimedwait")
+def test_signals_that_a_program_waits_for_are_not_taken_by_the_pool(cpu):
+    """A worker that does not block SIGUSR1 takes it, and its default action ends the process."""
+    run_script(
+        SMALL_CALL
+        + """
+import forge, signal
+forge.set_num_threads(4)
+call()  # starts the workers
+signals = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+for number in signals:
+    os.kill(os.getpid(), number)
+    taken = signal.sigtimedwait(signals, 20)
+    assert taken is not None and taken.si_signo == number, (number, taken)
+""",
+        FORGE_BACKEND=cpu,
+        OPENBLAS_NUM_THREADS="1",  # NumPy's own threads take signals
     )
 
 
