@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,45 +58,63 @@ def _physical_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _cgroup_headroom() -> int | None:
+def _cgroup_headroom(
+    groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> int | None:
     """Return the least that any cgroup of this process leaves, up to the root; None: no limit."""
     headrooms = []
-    for folder, limit, usage in _cgroup_folders():
+    for folder, names in _cgroup_folders(groups, mount):
         try:
-            used = int((folder / usage).read_text()) - _reclaimable(folder)
-            headrooms.append(max(0, int((folder / limit).read_text()) - used))
+            used = int((folder / names.usage).read_text()) - _reclaimable(folder, names)
+            headrooms.append(int((folder / names.limit).read_text()) - max(0, used))
         except (OSError, ValueError):  # no such file, or "max"
             continue
-    return min(headrooms, default=None)
+    return max(0, min(headrooms)) if headrooms else None
 
 
-def _cgroup_folders() -> list[tuple[Path, str, str]]:
+class _Names(NamedTuple):
+    """What the two versions of control groups call the same things."""
+
+    limit: str
+    usage: str
+    reclaimable: tuple[str, ...]  # in memory.stat
+
+
+# Page cache of both lists: a page that was read twice is active, and still given back on demand,
+# after it is written where it must be. Shared memory and locked pages are on neither list. What a
+# group uses includes its children; so does "total_" in version 1, and everything in version 2.
+_V1 = _Names(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
+
+
+def _cgroup_folders(groups: Path, mount: Path) -> list[tuple[Path, _Names]]:
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = groups.read_text().splitlines()
     except OSError:
         return []
     folders = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+            root, names = mount, _V2
         elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            root, names = mount / "memory", _V1
         else:
             continue
         own = root / path.strip("/")
-        folders += [(at, *names) for at in (own, *own.parents) if at.is_relative_to(root)]
+        folders += [(at, names) for at in (own, *own.parents) if at.is_relative_to(root)]
     return folders
 
 
-def _reclaimable(folder: Path) -> int:
-    """Page cache that counts as used but is given back on demand."""
-    for line in (folder / "memory.stat").read_text().splitlines():
-        name, size = line.split()
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(size)
-    return 0
+def _reclaimable(folder: Path, names: _Names) -> int:
+    """Bytes that count as used but are given back on demand."""
+    lines = (folder / "memory.stat").read_text().splitlines()
+    sizes = dict(line.split() for line in lines)
+    return sum(int(sizes.get(name, 0)) for name in names.reclaimable)
 
 
 def _address_space_headroom() -> int | None:

@@ -72,17 +72,71 @@ def test_the_least_limit_counts(monkeypatch):
     assert _memory.available_memory() == 3
 
 
-def test_cgroups_count_up_to_the_root_less_page_cache(monkeypatch, tmp_path):
-    inner = tmp_path / "outer" / "inner"
-    inner.mkdir(parents=True)
-    for folder, limit, used, cache in ((inner, "max", 40, 0), (inner.parent, "100", 90, 30)):
-        (folder / "memory.max").write_text(limit)
-        (folder / "memory.current").write_text(str(used))
-        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
-    names = ("memory.max", "memory.current")
-    folders = [(folder, *names) for folder in (inner, inner.parent, tmp_path)]
-    monkeypatch.setattr(_memory, "_cgroup_folders", lambda: folders)
-    assert _memory._cgroup_headroom() == 40  # 100 - (90 - 30); no limit on the inner one
+GiB = 1 << 30
+
+
+def headroom(root, groups, folders):
+    """What is left by control groups whose files read like that: {folder: {file: content}}."""
+    (root / "groups").write_text(groups)
+    for folder, files in folders.items():
+        at = root / "mount" / folder
+        at.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            if isinstance(content, dict):
+                content = "\n".join(f"{key} {value}" for key, value in content.items())
+            (at / name).write_text(f"{content}\n")
+    return _memory._cgroup_headroom(root / "groups", root / "mount")
+
+
+def v2(limit, used, **stat):
+    return {"memory.max": limit, "memory.current": used, "memory.stat": {"anon": used, **stat}}
+
+
+def v1(limit, used, **stat):
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+    return dict(zip(names, (limit, used, stat), strict=True))
+
+
+def test_the_cgroup_of_the_process_and_all_above_it_count(tmp_path):
+    folders = {"a/b": v2("max", 40), "a": v2(100, 90), "c": v2(1, 1)}
+    assert headroom(tmp_path, "0::/a/b\n", folders) == 10
+    folders = {"a/b": v2(70, 65)}
+    assert headroom(tmp_path, "0::/a/b\n", folders) == 5
+    assert headroom(tmp_path, "0::/c/not/there\n", {}) == 0
+    assert headroom(tmp_path, "0::/elsewhere\n", {}) is None
+
+
+def test_page_cache_is_free_whether_active_or_not(tmp_path):
+    """Weights that are mapped and read twice are active; the limit is full of them."""
+    stat = {
+        "anon": GiB,
+        "file": 7 * GiB,
+        "shmem": 0,
+        "inactive_file": GiB // 2,
+        "active_file": 6 * GiB,
+        "unevictable": GiB // 2,  # of the file pages
+    }
+    left = headroom(tmp_path, "0::/job\n", {"job": v2(8 * GiB, 8 * GiB, **stat)})
+    assert left == 6 * GiB + GiB // 2
+
+
+def test_shared_and_locked_memory_is_not_free(tmp_path):
+    """Both count as file, and cannot be given back."""
+    stat = {"anon": 10, "file": 90, "shmem": 60, "inactive_anon": 70, "unevictable": 30}
+    stat |= {"inactive_file": 0, "active_file": 0}
+    assert headroom(tmp_path, "0::/job\n", {"job": v2(100, 100, **stat)}) == 0
+
+
+def test_in_version_1_a_group_counts_the_cache_of_its_children(tmp_path):
+    own = {"cache": 5, "inactive_file": 2, "active_file": 3}
+    total = {"total_cache": 60, "total_inactive_file": 20, "total_active_file": 30}
+    folders = {"memory/a": v1(100, 95, **own, **total), "cpu/a": v1(1, 1)}
+    assert headroom(tmp_path, "7:cpu:/a\n4:memory:/a/b\n0::/\n", folders) == 100 - (95 - 50)
+
+
+def test_cache_counted_late_leaves_no_more_than_the_limit(tmp_path):
+    folders = {"job": v2(100, 30, inactive_file=25, active_file=10)}
+    assert headroom(tmp_path, "0::/job\n", folders) == 100
 
 
 def test_the_compiled_backward_keeps_its_arrays_alive():
