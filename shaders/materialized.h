@@ -1,5 +1,5 @@
 // What the materialized kernels share. One rounding per operation, in the order of
-// csrc/reference/kernels.cpp, so that both give the same bits.
+// csrc/materialized/kernels.cpp, so that both give the same bits.
 #pragma once
 
 #include <metal_stdlib>

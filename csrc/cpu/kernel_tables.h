@@ -2,9 +2,9 @@
 #pragma once
 
 #include "core/cpu_target.h"
-#include "cpu/backward_kernels.h"
-#include "cpu/decode_kernels.h"
-#include "cpu/forward_kernels.h"
+#include "cpu/backward/kernel.h"
+#include "cpu/decode/kernel.h"
+#include "cpu/forward/kernel.h"
 
 namespace forge::cpu {
 

@@ -8,7 +8,7 @@
 #include "core/cpu_target.h"
 #include "core/thread_pool.h"
 #include "cpu/attention.h"
-#include "reference/attention.h"
+#include "materialized/attention.h"
 
 namespace forge {
 namespace {
@@ -54,9 +54,9 @@ template <typename Real>
 CpuTarget materialized_backward(const Problem& problem, const BackwardArrays<Real>& arrays,
                                 bool accumulate, CpuTarget target) {
   if (!accumulate) zero_gradients(problem, arrays);
-  reference::attention_bwd_d(problem, arrays, target);
-  reference::attention_bwd_dq(problem, arrays, target);
-  return reference::attention_bwd_dkv(problem, arrays, target);
+  materialized::attention_bwd_d(problem, arrays, target);
+  materialized::attention_bwd_dq(problem, arrays, target);
+  return materialized::attention_bwd_dkv(problem, arrays, target);
 }
 
 // The whole backward; the materialized kernels hand d_row on in memory of their own.
@@ -84,13 +84,13 @@ CpuTarget run_backward_kernel(BackwardKernel kernel, const Problem& problem,
                               const BackwardArrays<float>& arrays, CpuTarget target) {
   switch (kernel) {
     case BackwardKernel::kD:
-      return reference::attention_bwd_d(problem, arrays, target);
+      return materialized::attention_bwd_d(problem, arrays, target);
     case BackwardKernel::kDq:
-      return reference::attention_bwd_dq(problem, arrays, target);
+      return materialized::attention_bwd_dq(problem, arrays, target);
     case BackwardKernel::kDkv:
       break;
   }
-  return reference::attention_bwd_dkv(problem, arrays, target);
+  return materialized::attention_bwd_dkv(problem, arrays, target);
 }
 
 class CpuBackend final : public Backend {
@@ -114,9 +114,9 @@ class CpuBackend final : public Backend {
                   const std::string& cpu_target) const override {
     CpuTarget target = choose_cpu_target(cpu_target);
     if (problem.dtype == DType::kFloat64) {
-      target = reference::attention_fwd(problem, arrays.f64, target);
+      target = materialized::attention_fwd(problem, arrays.f64, target);
     } else if (problem.family == Family::kMaterialized) {
-      target = reference::attention_fwd(problem, arrays.f32, target);
+      target = materialized::attention_fwd(problem, arrays.f32, target);
     } else if (nothing_to_see(problem.params)) {
       forward_of_nothing(problem, arrays.f32);
     } else {

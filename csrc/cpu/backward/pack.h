@@ -1,7 +1,7 @@
 // Packing for the backward: a block's rows once, a tile's keys each time the block meets it.
 #pragma once
 
-#include "cpu/backward_kernels.h"
+#include "cpu/backward/kernel.h"
 #include "cpu/panels.h"
 
 namespace forge::cpu::FORGE_TARGET {

@@ -1,7 +1,7 @@
 // What one target's kernels for few query rows offer to the schedule.
 #pragma once
 
-#include "cpu/forward_kernels.h"
+#include "cpu/forward/kernel.h"
 
 namespace forge::cpu {
 

@@ -1,12 +1,12 @@
-#include "reference/attention.h"
+#include "materialized/attention.h"
 
 #include <algorithm>
 #include <type_traits>
 
 #include "core/thread_pool.h"
-#include "reference/kernels.h"
+#include "materialized/kernels.h"
 
-namespace forge::reference {
+namespace forge::materialized {
 namespace {
 
 constexpr std::int64_t kRowsPerTask = 8;
@@ -94,4 +94,4 @@ FORGE_INSTANTIATE(float)
 FORGE_INSTANTIATE(double)
 #undef FORGE_INSTANTIATE
 
-}  // namespace forge::reference
+}  // namespace forge::materialized

@@ -10,7 +10,7 @@
 
 #include "check.h"
 #include "core/thread_pool.h"
-#include "reference/attention.h"
+#include "materialized/attention.h"
 #include "shared/attn_math.h"
 
 namespace {
@@ -170,10 +170,10 @@ void run(Arrays& a, const Options& opt, forge::CpuTarget target) {
   const forge::BackwardArrays<float> backward{
       a.q.data(), a.k.data(),         a.v.data(), a.o.data(),  a.dout.data(), a.dlse.data(),
       a.p.data(), {nullptr, nullptr}, a.d.data(), a.dq.data(), a.dk.data(),   a.dv.data()};
-  forge::reference::attention_fwd(problem, forward, target);
-  forge::reference::attention_bwd_d(problem, backward, target);
-  forge::reference::attention_bwd_dq(problem, backward, target);
-  forge::reference::attention_bwd_dkv(problem, backward, target);
+  forge::materialized::attention_fwd(problem, forward, target);
+  forge::materialized::attention_bwd_d(problem, backward, target);
+  forge::materialized::attention_bwd_dq(problem, backward, target);
+  forge::materialized::attention_bwd_dkv(problem, backward, target);
 }
 
 void check_case(const Arrays& inputs, const Options& opt) {

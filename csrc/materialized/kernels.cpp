@@ -1,12 +1,12 @@
 // Compiled once per target: FORGE_TARGET names the namespace, the build sets the instruction set
 // and turns contraction off.
-#include "reference/kernels.h"
+#include "materialized/kernels.h"
 
 #include <limits>
 
 #include "shared/attn_math.h"
 
-namespace forge::reference {
+namespace forge::materialized {
 namespace {
 
 template <typename Real>
@@ -149,4 +149,4 @@ const Kernels<float> kKernelsF32 = {fwd<float>, bwd_d<float>, bwd_dq<float>, bwd
 const Kernels<double> kKernelsF64 = {fwd<double>, bwd_d<double>, bwd_dq<double>, bwd_dkv<double>};
 }  // namespace FORGE_TARGET
 
-}  // namespace forge::reference
+}  // namespace forge::materialized

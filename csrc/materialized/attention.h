@@ -4,7 +4,7 @@
 #include "core/cpu_target.h"
 #include "core/problem.h"
 
-namespace forge::reference {
+namespace forge::materialized {
 
 // Each returns the target it ran on. The backward kernels add to what dq, dk and dv hold.
 template <typename Real>
@@ -20,4 +20,4 @@ template <typename Real>
 CpuTarget attention_bwd_dkv(const Problem& problem, const BackwardArrays<Real>& arrays,
                             CpuTarget target);
 
-}  // namespace forge::reference
+}  // namespace forge::materialized

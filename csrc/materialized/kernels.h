@@ -7,7 +7,7 @@
 
 #include "core/problem.h"
 
-namespace forge::reference {
+namespace forge::materialized {
 
 // Rows are numbered b-major: (b, h, i) for query rows, (b, hkv, j) for key/value rows.
 template <typename Real>
@@ -35,4 +35,4 @@ extern const Kernels<double> kKernelsF64;
 }  // namespace avx2
 #endif
 
-}  // namespace forge::reference
+}  // namespace forge::materialized

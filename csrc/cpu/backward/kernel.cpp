@@ -1,6 +1,6 @@
 // The backward's kernels, compiled once per CPU target.
-#include "cpu/backward_pack.h"
-#include "cpu/backward_tile.h"
+#include "cpu/backward/pack.h"
+#include "cpu/backward/tile.h"
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {

@@ -1,4 +1,4 @@
-// What the schedule of the backward (attention_bwd.cpp, once) and its kernels (backward.cpp, once
+// What the schedule of the backward (schedule.cpp, once) and its kernels (kernel.cpp, once
 // per CPU target) share.
 //
 // The rows of one kv head are its group's query rows, queries outside and heads inside: row

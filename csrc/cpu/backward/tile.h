@@ -5,7 +5,7 @@
 //   row_gradients  dq += ds^T k
 #pragma once
 
-#include "cpu/backward_kernels.h"
+#include "cpu/backward/kernel.h"
 #include "cpu/panels.h"
 #include "cpu/scores.h"
 

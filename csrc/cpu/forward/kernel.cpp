@@ -1,9 +1,9 @@
 // The forward of one task, compiled once per target: online softmax over key tiles.
 #include <cstring>
 
-#include "cpu/decode_kernels.h"
-#include "cpu/forward_kernels.h"
-#include "cpu/forward_tile.h"
+#include "cpu/decode/kernel.h"
+#include "cpu/forward/kernel.h"
+#include "cpu/forward/tile.h"
 #include "cpu/pack.h"
 
 namespace forge::cpu::FORGE_TARGET {

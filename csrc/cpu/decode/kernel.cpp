@@ -3,8 +3,8 @@
 // memory's speed is what bounds it. What a task reads, it reads some rows abreast over the width of
 // all its heads, and prefetches the next rows meanwhile, in the memory's order: the pattern that
 // hardware prefetchers follow (rows of one head alone, far apart, they do not).
-#include "cpu/decode_kernels.h"
-#include "cpu/decode_tile.h"
+#include "cpu/decode/kernel.h"
+#include "cpu/decode/tile.h"
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
