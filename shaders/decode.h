@@ -8,10 +8,10 @@ namespace forge {
 
 // The share of split number `split`: whole tiles, so that no tile meets the next split's keys.
 static inline IndexRange split_keys(IndexRange keys, Int64 split, Int64 splits) {
-  Int64 share = larger((keys.hi - keys.lo + splits) / splits, Int64(kMinDecodeKeys));
-  share = (share + kQueryRows - 1) / kQueryRows * kQueryRows;
-  keys.lo += split * share;
-  keys.hi = smaller(keys.hi, keys.lo + share - 1);
+  Int64 share = larger(ceil_div(keys.end - keys.begin, splits), Int64(kMinDecodeKeys));
+  share = round_up(share, kQueryRows);
+  keys.begin += split * share;
+  keys.end = smaller(keys.end, keys.begin + share);
   return keys;
 }
 
@@ -76,7 +76,7 @@ kernel void attention_decode_combine(device const float* partial [[buffer(kBuffe
   Int64 h = row / params.Tq % params.H;
   Int64 i = row % params.Tq;
   IndexRange seen = visible_keys(attn_band(params, ranges[b]), i);
-  bool live = seen.lo <= seen.hi;
+  bool live = !is_empty(seen);
   Int64 splits = decode_splits(params.Tk);
   Int64 part_floats = decode_partial_floats(params.hd);
   device const float* parts = partial + row * splits * part_floats;

@@ -8,8 +8,6 @@
 
 namespace forge {
 
-static inline Int64 smaller(Int64 a, Int64 b) { return a < b ? a : b; }
-static inline Int64 larger(Int64 a, Int64 b) { return a > b ? a : b; }
 static inline Int32 clamp_to(Int64 x, Int32 end) {
   return Int32(smaller(larger(x, Int64(0)), Int64(end)));
 }
@@ -77,13 +75,6 @@ struct SeenRange {
   IndexRange all;
 };
 
-static inline IndexRange nothing() {
-  IndexRange range;
-  range.lo = 0;
-  range.hi = -1;
-  return range;
-}
-
 // The keys seen by the rows [first, first + count); both ends move with the row, never backwards.
 static inline SeenRange keys_of_rows(RowTile rows, Int64 first, Int32 count) {
   SeenRange seen;
@@ -92,10 +83,8 @@ static inline SeenRange keys_of_rows(RowTile rows, Int64 first, Int32 count) {
   if (first >= rows.end) return seen;
   IndexRange top = visible_keys(rows.band, query_of(rows, first));
   IndexRange bottom = visible_keys(rows.band, query_of(rows, smaller(first + count, rows.end) - 1));
-  seen.any.lo = top.lo;
-  seen.any.hi = bottom.hi;
-  seen.all.lo = bottom.lo;
-  seen.all.hi = top.hi;
+  seen.any = index_range(top.begin, bottom.end);
+  seen.all = index_range(bottom.begin, top.end);
   return seen;
 }
 
@@ -105,18 +94,14 @@ static inline SeenRange queries_of_keys(AttnBand band, Int64 Tq, Int64 first, In
   SeenRange seen;
   seen.any = nothing();
   seen.all = nothing();
-  Int64 last = first + count - 1;
-  Int64 from = larger(first, band.key_lo);
-  Int64 to = smaller(last, band.key_hi);
-  if (from > to) return seen;
+  Int64 end = first + count;
+  Int64 from = larger(first, band.key_begin);
+  Int64 to = smaller(end, band.key_end);
+  if (from >= to) return seen;
   IndexRange left = visible_queries(band, from, Tq);
-  IndexRange right = visible_queries(band, to, Tq);
-  seen.any.lo = left.lo;
-  seen.any.hi = right.hi;
-  if (from == first && to == last) {
-    seen.all.lo = right.lo;
-    seen.all.hi = left.hi;
-  }
+  IndexRange right = visible_queries(band, to - 1, Tq);
+  seen.any = index_range(left.begin, right.end);
+  if (from == first && to == end) seen.all = index_range(right.begin, left.end);
   return seen;
 }
 
@@ -132,10 +117,10 @@ struct BlockSpan {
 static inline BlockSpan block_span(SeenRange seen, Int64 first, Int32 blocks) {
   Int32 end = blocks * kBlockSize;
   BlockSpan span;
-  span.from = clamp_to(seen.any.lo - first, end) / kBlockSize;
-  span.to = (clamp_to(seen.any.hi + 1 - first, end) + kBlockSize - 1) / kBlockSize;
-  span.all_from = (clamp_to(seen.all.lo - first, end) + kBlockSize - 1) / kBlockSize;
-  span.all_to = clamp_to(seen.all.hi + 1 - first, end) / kBlockSize;
+  span.from = clamp_to(seen.any.begin - first, end) / kBlockSize;
+  span.to = (clamp_to(seen.any.end - first, end) + kBlockSize - 1) / kBlockSize;
+  span.all_from = (clamp_to(seen.all.begin - first, end) + kBlockSize - 1) / kBlockSize;
+  span.all_to = clamp_to(seen.all.end - first, end) / kBlockSize;
   return span;
 }
 
@@ -146,10 +131,8 @@ static inline bool needs_mask(BlockSpan span, Int32 block) {
   return block < span.all_from || block >= span.all_to;
 }
 
-static inline bool contains(IndexRange range, Int64 x) { return range.lo <= x && x <= range.hi; }
-
-// Rows [first, first + kRows) of one head go into `tile`; rows outside [rows.lo, rows.hi], which
-// nobody sees, and channels from hd on become zeros. Returns whether all that the lane read is
+// Rows [first, first + kRows) of one head go into `tile`; rows outside `rows`, which nobody
+// sees, and channels from hd on become zeros. Returns whether all that the lane read is
 // finite.
 template <int kHd, int kRows, int kSimdgroups>
 static inline bool stage_rows(HeadRows head, IndexRange rows, Int64 first, Int32 hd, Lane at,

@@ -141,7 +141,7 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = BackwardShape<kHd, k
   for (Int64 h = kv_head * rep; h < (kv_head + 1) * rep; ++h) {
     HeadRows q_head = head_rows(q, params.q, b, h);
     HeadRows dout_head = head_rows(dout, params.dout, b, h);
-    for (rows.first = queries.lo; rows.first <= queries.hi; rows.first += Shape::kRows) {
+    for (rows.first = queries.begin; rows.first < queries.end; rows.first += Shape::kRows) {
       if (!fresh) metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
       fresh = false;
       bool q_finite = stage_rows<kHd, Shape::kRows, Shape::kSimdgroups>(q_head, queries, rows.first,
@@ -152,7 +152,7 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = BackwardShape<kHd, k
       Int64 i = rows.first + at.lane;
       if (at.simdgroup == 0 && at.lane < Shape::kRows) {
         RowStatistics row = {0.0f, 0.0f, 0.0f};
-        if (i <= queries.hi) {
+        if (i < queries.end) {
           Int64 stat = (b * params.H + h) * params.Tq + i;
           row.m = row_max[stat];
           row.inverse_l = 1.0f / row_sum[stat];

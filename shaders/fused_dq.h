@@ -89,8 +89,8 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = BackwardShape<kHd, k
 
   KeyTile keys_at;
   keys_at.seen = own.seen;
-  for (keys_at.first = keys.lo; keys_at.first <= keys.hi; keys_at.first += Shape::kKeys) {
-    if (keys_at.first > keys.lo) metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+  for (keys_at.first = keys.begin; keys_at.first < keys.end; keys_at.first += Shape::kKeys) {
+    if (keys_at.first > keys.begin) metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
     bool k_finite = stage_rows<kHd, Shape::kKeys, Shape::kSimdgroups>(k_head, keys, keys_at.first,
                                                                       params.hd, at, k_tile);
     stage_rows<kHd, Shape::kKeys, Shape::kSimdgroups>(v_head, keys, keys_at.first, params.hd, at,

@@ -95,7 +95,7 @@ static inline float softmax_step(AttnParams params, KeyTile tile, Lane at, threa
   return alpha;
 }
 
-// The row tile against the keys [keys.lo, keys.hi]: two barriers a tile. While one of k and v is
+// The row tile against the keys `keys`: two barriers a tile. While one of k and v is
 // used the other is staged.
 template <int kHd, GpuFamily kGpu>
 static inline OnlineSoftmax<ForwardShape<kHd, kGpu>::kOwnBlocks> attend(
@@ -127,11 +127,11 @@ static inline OnlineSoftmax<ForwardShape<kHd, kGpu>::kOwnBlocks> attend(
   set_zero(state.o);
   state.m = -INFINITY;
   state.l = 0.0f;
-  if (keys.lo > keys.hi) return state;
+  if (is_empty(keys)) return state;
 
-  stage_rows<kHd, Shape::kKeys, Shape::kSimdgroups>(k, keys, keys.lo, params.hd, at, memory.k);
+  stage_rows<kHd, Shape::kKeys, Shape::kSimdgroups>(k, keys, keys.begin, params.hd, at, memory.k);
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-  for (tile.first = keys.lo;; tile.first += Shape::kKeys) {
+  for (tile.first = keys.begin;; tile.first += Shape::kKeys) {
     Int64 next = tile.first + Shape::kKeys;
     tile.span = block_span(seen, tile.first, Shape::kKeyBlocks);
     leave_vote(memory.votes,
@@ -148,7 +148,7 @@ static inline OnlineSoftmax<ForwardShape<kHd, kGpu>::kOwnBlocks> attend(
       }
     }
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-    if (next <= keys.hi) {
+    if (next < keys.end) {
       stage_rows<kHd, Shape::kKeys, Shape::kSimdgroups>(k, keys, next, params.hd, at, memory.k);
     }
     if (tile.span.from < tile.span.to) {
@@ -168,7 +168,7 @@ static inline OnlineSoftmax<ForwardShape<kHd, kGpu>::kOwnBlocks> attend(
         state.o.at[n] = metal::fma(state.o.at[n], Block(alpha, alpha), pv);
       }
     }
-    if (next > keys.hi) return state;
+    if (next >= keys.end) return state;
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
   }
 }
@@ -207,7 +207,7 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kG
   Int32 part = at.simdgroup / Shape::kRowBlocks;
   if (r >= rows.end) return;
   IndexRange seen = visible_keys(rows.band, query_of(rows, r));
-  bool live = seen.lo <= seen.hi;
+  bool live = !is_empty(seen);
   float l = live ? state.l : 0.0f;
   if (live && l == 0.0f) l = NAN;  // all visible scores are -inf
   if (part == 0 && at.column == 0) {

@@ -34,14 +34,14 @@ kernel void attention_fwd_f32(device const float* q [[buffer(kBufferQ)]],
   device float* p_row = p + row * params.Tk;
 
   float m = -INFINITY;
-  for (Int64 j = keys.lo; j <= keys.hi; ++j) {
+  for (Int64 j = keys.begin; j < keys.end; ++j) {
     float s = dot(q_row, k_head + j * params.k.row, params.hd) * params.scale;
     if (has_softcap) s = params.softcap * attn_tanh(s / params.softcap);
     p_row[j] = s;
     m = s > m ? s : m;
   }
   float l = 0.0f;
-  for (Int64 j = keys.lo; j <= keys.hi; ++j) {
+  for (Int64 j = keys.begin; j < keys.end; ++j) {
     float e = attn_exp(p_row[j] - m);
     p_row[j] = e;
     l = l + e;
@@ -49,7 +49,7 @@ kernel void attention_fwd_f32(device const float* q [[buffer(kBufferQ)]],
   for (Int32 c = 0; c < params.hd; ++c) o_row[c] = 0.0f;
   float inverse = 1.0f / l;
   for (Int64 j = 0; j < params.Tk; ++j) {
-    if (j < keys.lo || j > keys.hi) {
+    if (!contains(keys, j)) {
       p_row[j] = 0.0f;
     } else {
       float weight = p_row[j] * inverse;
@@ -102,7 +102,7 @@ kernel void attention_bwd_dq_f32(device const float* q [[buffer(kBufferQ)]],
   device const float* q_row = q + element_offset(params.q, at.b, at.t, at.head);
   device const float* dout_row = dout + element_offset(params.dout, at.b, at.t, at.head);
   device float* dq_row = dq + element_offset(params.dq, at.b, at.t, at.head);
-  for (Int64 j = keys.lo; j <= keys.hi; ++j) {
+  for (Int64 j = keys.begin; j < keys.end; ++j) {
     device const float* k_row = k + element_offset(params.k, at.b, j, kv_head);
     device const float* v_row = v + element_offset(params.v, at.b, j, kv_head);
     float dp = dot(dout_row, v_row, params.hd);
@@ -137,7 +137,7 @@ kernel void attention_bwd_dkv_f32(device const float* q [[buffer(kBufferQ)]],
   device float* dk_row = dk + element_offset(params.dk, at.b, at.t, at.head);
   device float* dv_row = dv + element_offset(params.dv, at.b, at.t, at.head);
   for (Int64 h = at.head * rep; h < (at.head + 1) * rep; ++h) {
-    for (Int64 i = queries.lo; i <= queries.hi; ++i) {
+    for (Int64 i = queries.begin; i < queries.end; ++i) {
       device const float* q_row = q + element_offset(params.q, at.b, i, h);
       device const float* dout_row = dout + element_offset(params.dout, at.b, i, h);
       Int64 query_row = (at.b * params.H + h) * params.Tq + i;

@@ -6,6 +6,8 @@
 
 namespace forge::cpu {
 
+constexpr Int32 kMaxHeadDim = 512;
+
 // Writes o, row_max and row_sum. Throws std::bad_alloc before anything is written.
 void attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays, CpuTarget target);
 

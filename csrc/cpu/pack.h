@@ -6,8 +6,6 @@
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 
-FORGE_INLINE Int64 round_up(Int64 n, Int64 step) { return (n + step - 1) / step * step; }
-
 // Rows of one head lie too far apart for hardware prefetchers.
 constexpr int kRowsAhead = 16;
 

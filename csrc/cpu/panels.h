@@ -3,8 +3,6 @@
 
 #include "cpu/simd.h"
 
-#define FORGE_MEMBER inline __attribute__((always_inline))
-
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 

@@ -1,9 +1,11 @@
 #include "materialized/attention.h"
 
 #include <algorithm>
+#include <memory>
 #include <type_traits>
 
 #include "core/thread_pool.h"
+#include "core/zero_fill.h"
 #include "materialized/kernels.h"
 
 namespace forge::materialized {
@@ -33,7 +35,7 @@ Choice<Real> choose(CpuTarget target) {
 
 template <typename Rows>
 void for_rows(std::int64_t rows, Rows&& run) {
-  const std::int64_t tasks = (rows + kRowsPerTask - 1) / kRowsPerTask;
+  const std::int64_t tasks = ceil_div(rows, kRowsPerTask);
   parallel_for(tasks, [&](std::int64_t task, int) {
     run(task * kRowsPerTask, std::min(rows, (task + 1) * kRowsPerTask));
   });
@@ -85,10 +87,25 @@ CpuTarget attention_bwd_dkv(const Problem& problem, const BackwardArrays<Real>& 
   return choice.target;
 }
 
-#define FORGE_INSTANTIATE(Real)                                                                \
-  template CpuTarget attention_fwd(const Problem&, const ForwardArrays<Real>&, CpuTarget);     \
-  template CpuTarget attention_bwd_d(const Problem&, const BackwardArrays<Real>&, CpuTarget);  \
-  template CpuTarget attention_bwd_dq(const Problem&, const BackwardArrays<Real>&, CpuTarget); \
+template <typename Real>
+CpuTarget attention_bwd(const Problem& problem, const BackwardArrays<Real>& arrays, bool accumulate,
+                        CpuTarget target) {
+  const AttnParamsOf<double>& params = problem.params;
+  const std::unique_ptr<Real[]> d_row(
+      new Real[static_cast<std::size_t>(params.B * params.H * params.Tq)]);
+  BackwardArrays<Real> all = arrays;
+  all.d_row = d_row.get();
+  if (!accumulate) zero_gradients(problem, all);
+  attention_bwd_d(problem, all, target);
+  attention_bwd_dq(problem, all, target);
+  return attention_bwd_dkv(problem, all, target);
+}
+
+#define FORGE_INSTANTIATE(Real)                                                                   \
+  template CpuTarget attention_fwd(const Problem&, const ForwardArrays<Real>&, CpuTarget);        \
+  template CpuTarget attention_bwd(const Problem&, const BackwardArrays<Real>&, bool, CpuTarget); \
+  template CpuTarget attention_bwd_d(const Problem&, const BackwardArrays<Real>&, CpuTarget);     \
+  template CpuTarget attention_bwd_dq(const Problem&, const BackwardArrays<Real>&, CpuTarget);    \
   template CpuTarget attention_bwd_dkv(const Problem&, const BackwardArrays<Real>&, CpuTarget);
 FORGE_INSTANTIATE(float)
 FORGE_INSTANTIATE(double)

@@ -56,21 +56,21 @@ void fwd(const AttnParamsOf<Real>& params, const AttnRange* ranges,
     Real* p = arrays.p + row * params.Tk;
 
     Real m = -std::numeric_limits<Real>::infinity();
-    for (std::int64_t j = keys.lo; j <= keys.hi; ++j) {
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) {
       Real s = dot(q, k + j * params.k.row, params.hd) * params.scale;
       if (params.softcap > 0) s = params.softcap * attn_tanh(s / params.softcap);
       p[j] = s;
       m = s > m ? s : m;
     }
     Real l = 0;
-    for (std::int64_t j = keys.lo; j <= keys.hi; ++j) {
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) {
       p[j] = attn_exp(p[j] - m);
       l = l + p[j];
     }
     for (Int32 c = 0; c < params.hd; ++c) o[c] = 0;
     const Real inverse = Real(1) / l;
     for (std::int64_t j = 0; j < params.Tk; ++j) {
-      if (j < keys.lo || j > keys.hi) {
+      if (!contains(keys, j)) {
         p[j] = 0;
         continue;
       }
@@ -105,7 +105,7 @@ void bwd_dq(const AttnParamsOf<Real>& params, const AttnRange* ranges,
     const Real* q = arrays.q + element_offset(params.q, at.b, at.t, at.head);
     const Real* dout = arrays.dout + element_offset(params.dout, at.b, at.t, at.head);
     Real* dq = arrays.dq + element_offset(params.dq, at.b, at.t, at.head);
-    for (std::int64_t j = keys.lo; j <= keys.hi; ++j) {
+    for (std::int64_t j = keys.begin; j < keys.end; ++j) {
       const Real* k = arrays.k + element_offset(params.k, at.b, j, at.head / rep);
       const Real* v = arrays.v + element_offset(params.v, at.b, j, at.head / rep);
       const Real dp = dot(dout, v, params.hd);
@@ -127,7 +127,7 @@ void bwd_dkv(const AttnParamsOf<Real>& params, const AttnRange* ranges,
     Real* dk = arrays.dk + element_offset(params.dk, at.b, at.t, at.head);
     Real* dv = arrays.dv + element_offset(params.dv, at.b, at.t, at.head);
     for (std::int64_t h = at.head * rep; h < (at.head + 1) * rep; ++h) {
-      for (std::int64_t i = queries.lo; i <= queries.hi; ++i) {
+      for (std::int64_t i = queries.begin; i < queries.end; ++i) {
         const Real* q = arrays.q + element_offset(params.q, at.b, i, h);
         const Real* dout = arrays.dout + element_offset(params.dout, at.b, i, h);
         const std::int64_t query_row = row_index(params, at.b, h, i);

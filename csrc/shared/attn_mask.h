@@ -2,23 +2,17 @@
 // Read by C++ and by Metal shaders.
 #pragma once
 
-#include "shared/attn_params.h"
+#include "shared/index_range.h"
 
 namespace forge {
 
-// Inclusive on both ends; empty when lo > hi.
-struct IndexRange {
-  Int64 lo;
-  Int64 hi;
-};
-
 // The mask of one sequence as a diagonal band: query i sees key j if and only if
-//   max(i + lo_shift, key_lo) <= j <= min(i + hi_shift, key_hi).
+//   max(i + begin_shift, key_begin) <= j < min(i + end_shift, key_end).
 struct AttnBand {
-  Int64 lo_shift;
-  Int64 hi_shift;
-  Int64 key_lo;
-  Int64 key_hi;
+  Int64 begin_shift;
+  Int64 end_shift;
+  Int64 key_begin;
+  Int64 key_end;
 };
 
 FORGE_INLINE Int64 int64_max() { return 0x7fffffffffffffff; }
@@ -41,46 +35,37 @@ FORGE_INLINE Int64 saturating_sub(Int64 a, Int64 b) {
 template <typename Params>
 FORGE_INLINE AttnBand attn_band(Params params, AttnRange range) {
   AttnBand band;
-  band.lo_shift =
+  band.begin_shift =
       params.window_left < 0 ? int64_min() : saturating_sub(range.query_offset, params.window_left);
-  band.hi_shift = params.window_right < 0 ? int64_max()
-                                          : saturating_add(range.query_offset, params.window_right);
-  if (params.causal && band.hi_shift > range.query_offset) band.hi_shift = range.query_offset;
-  band.key_lo = range.key_start > 0 ? range.key_start : 0;
-  band.key_hi = range.key_end < params.Tk ? range.key_end - 1 : params.Tk - 1;
-  if (band.key_lo > band.key_hi) {
-    band.key_lo = 0;
-    band.key_hi = -1;
+  Int64 last = params.window_right < 0 ? int64_max()
+                                       : saturating_add(range.query_offset, params.window_right);
+  if (params.causal && last > range.query_offset) last = range.query_offset;
+  band.end_shift = saturating_add(last, 1);
+  band.key_begin = larger(range.key_start, Int64(0));
+  band.key_end = smaller(range.key_end, params.Tk);
+  if (band.key_begin >= band.key_end) {
+    band.key_begin = 0;
+    band.key_end = 0;
   }
   return band;
 }
 
-// The keys that query i sees. Both ends move with i and never backwards, for dead rows too, and
-// stay within [key_lo, key_hi + 1] and [key_lo - 1, key_hi]: callers may add and subtract them.
+// The keys that query i sees, within [key_begin, key_end]. Both ends move with i and never
+// backwards, for dead rows too, and the end is never before the begin: callers may add and subtract
+// them.
 FORGE_INLINE IndexRange visible_keys(AttnBand band, Int64 i) {
-  Int64 lo = saturating_add(i, band.lo_shift);
-  Int64 hi = saturating_add(i, band.hi_shift);
-  IndexRange keys;
-  keys.lo = lo > band.key_lo ? lo : band.key_lo;
-  keys.hi = hi < band.key_hi ? hi : band.key_hi;
-  if (keys.lo > band.key_hi + 1) keys.lo = band.key_hi + 1;
-  if (keys.hi < band.key_lo - 1) keys.hi = band.key_lo - 1;
-  return keys;
+  Int64 begin = saturating_add(i, band.begin_shift);
+  Int64 end = saturating_add(i, band.end_shift);
+  return index_range(smaller(larger(begin, band.key_begin), band.key_end),
+                     larger(smaller(end, band.key_end), band.key_begin));
 }
 
 // The queries among [0, Tq) that see key j: the inverse of visible_keys.
 FORGE_INLINE IndexRange visible_queries(AttnBand band, Int64 j, Int64 Tq) {
-  IndexRange queries;
-  if (j < band.key_lo || j > band.key_hi) {
-    queries.lo = 0;
-    queries.hi = -1;
-    return queries;
-  }
-  Int64 lo = saturating_sub(j, band.hi_shift);
-  Int64 hi = saturating_sub(j, band.lo_shift);
-  queries.lo = lo > 0 ? lo : 0;
-  queries.hi = hi < Tq - 1 ? hi : Tq - 1;
-  return queries;
+  if (j < band.key_begin || j >= band.key_end) return nothing();
+  Int64 begin = saturating_add(saturating_sub(j, band.end_shift), 1);
+  Int64 end = saturating_add(saturating_sub(j, band.begin_shift), 1);
+  return index_range(larger(begin, Int64(0)), smaller(end, Tq));
 }
 
 }  // namespace forge

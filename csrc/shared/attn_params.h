@@ -10,6 +10,7 @@
 // Internal linkage: the same header is compiled for several CPU targets, and the linker must never
 // pick another target's copy of a function.
 #define FORGE_INLINE static inline __attribute__((always_inline))
+#define FORGE_MEMBER inline __attribute__((always_inline))  // of a struct
 #endif
 
 namespace forge {

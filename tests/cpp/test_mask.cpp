@@ -34,23 +34,23 @@ void check_case(const MaskCase& mask) {
   params.window_right = mask.right;
   params.causal = mask.causal;
   const forge::AttnBand band = forge::attn_band(params, mask.range);
-  forge::IndexRange before{0, -1};
+  forge::IndexRange before{0, 0};
   for (std::int64_t i = 0; i < mask.Tq; ++i) {
     const forge::IndexRange keys = forge::visible_keys(band, i);
     for (std::int64_t j = 0; j < mask.Tk; ++j) {
-      CHECK((keys.lo <= j && j <= keys.hi) == visible(mask, i, j));
+      CHECK(forge::contains(keys, j) == visible(mask, i, j));
     }
     // Ends of dead rows are tame as well, and neither ever moves back.
-    CHECK(keys.lo >= 0 && keys.lo <= mask.Tk && keys.hi >= -1 && keys.hi < mask.Tk);
-    CHECK(keys.lo >= before.lo && keys.hi >= before.hi);
+    CHECK(keys.begin >= 0 && keys.begin <= keys.end && keys.end <= mask.Tk);
+    CHECK(keys.begin >= before.begin && keys.end >= before.end);
     before = keys;
   }
   for (std::int64_t j = 0; j < mask.Tk; ++j) {
     const forge::IndexRange queries = forge::visible_queries(band, j, mask.Tq);
     for (std::int64_t i = 0; i < mask.Tq; ++i) {
-      CHECK((queries.lo <= i && i <= queries.hi) == visible(mask, i, j));
+      CHECK(forge::contains(queries, i) == visible(mask, i, j));
     }
-    if (queries.lo <= queries.hi) CHECK(queries.lo >= 0 && queries.hi < mask.Tq);
+    if (!forge::is_empty(queries)) CHECK(queries.begin >= 0 && queries.end <= mask.Tq);
   }
 }
 

@@ -1,15 +1,14 @@
 // What the schedule of the backward (schedule.cpp, once) and its kernels (kernel.cpp, once
 // per CPU target) share.
 //
-// The rows of one kv head are its group's query rows, queries outside and heads inside: row
-// n = i * rep + r is query i of head hkv * rep + r. Rows that follow each other see nearly the same
-// keys, and in packed arrays they follow each other in memory. A block is a range of rows; it meets
-// the keys tile by tile and then is done: dq is private to it, dk and dv are added to tile by tile.
+// A block is a range of rows of one kv head (rows.h); it meets the keys tile by tile and then is
+// done: dq is private to it, dk and dv are added to tile by tile.
 #pragma once
 
 #include <cstdint>
 
 #include "core/problem.h"
+#include "cpu/rows.h"
 
 namespace forge::cpu {
 
@@ -46,15 +45,10 @@ struct BackwardBlock {
   float* row_max;  // [row]; rows that count for nothing hold zeros, here and in the arrays above
   float* inverse_sum;
   float* d_row;
-  Int64 live_begin;  // rows that see keys: [live_begin, live_end); padding up to whole vectors is
-                     // not live
-  Int64 live_end;
-  Int64* first_key;  // [row], the keys that a live row sees, inclusive
-  Int64* last_key;
-  Int64 key_begin;  // [key_begin, key_end): keys that some row sees
-  Int64 key_end;
-  Int64 whole_begin;  // [whole_begin, whole_end): keys that every live row sees
-  Int64 whole_end;
+  IndexRange live;   // rows that see keys; padding up to whole vectors is not live
+  IndexRange* seen;  // [row], the keys that a live row sees
+  IndexRange any;    // keys that some row sees
+  IndexRange all;    // keys that every live row sees
   bool rows_finite;  // q and do of the live rows
   // Of the current tile of keys.
   Int64 tile_begin;
@@ -65,9 +59,9 @@ struct BackwardBlock {
   float* v;
   float* p;  // [key][pair_stride]
   float* ds;
-  float* slope;  // 1 - tanh^2, with softcap only
-  Int32* lo;     // [row], where edge: first_key and last_key, counted from tile_begin
-  Int32* hi;
+  float* slope;      // 1 - tanh^2, with softcap only
+  Int32* seen_from;  // [row], where edge: `seen`, counted from tile_begin
+  Int32* seen_to;
 };
 
 struct BackwardKernels {

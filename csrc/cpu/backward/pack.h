@@ -7,25 +7,6 @@
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 
-// Where a row of a kv head stands in the arrays; next() walks through the rows.
-struct RowPlace {
-  Int64 i;  // query
-  Int64 h;  // query head
-  Int64 first_head;
-  Int64 rep;
-
-  FORGE_MEMBER void next() {
-    if (++h < first_head + rep) return;
-    h = first_head;
-    ++i;
-  }
-};
-
-FORGE_INLINE RowPlace row_place(const AttnParams& params, Int64 kv_head, Int64 row) {
-  const Int64 rep = params.H / params.Hkv;
-  return {row / rep, kv_head * rep + row % rep, kv_head * rep, rep};
-}
-
 // Rows lie far apart, where hardware prefetchers do not look.
 FORGE_INLINE void prefetch(const Real* row, Int64 n) {
   constexpr Int64 kLine = 64 / sizeof(Real);
@@ -109,7 +90,7 @@ FORGE_INLINE Vec pack_group(BackwardBlock& block, const RowGroup& group,
 
 // Packs a group of rows; `place` is that of its first and moves to that of the next group.
 FORGE_INLINE Vec load_group(const BackwardProblem& problem, BackwardBlock& block,
-                            const RowGroup& group, RowPlace& place) {
+                            const RowGroup& group, RowCursor& place) {
   const AttnParams& params = problem.params;
   const BackwardArrays<Real>& arrays = problem.arrays;
   const Real *q[kLanes], *dout[kLanes], *o[kLanes];
@@ -117,17 +98,18 @@ FORGE_INLINE Vec load_group(const BackwardProblem& problem, BackwardBlock& block
   const Int64 present = block.rows - group.first;
   for (int j = 0; j < kLanes; ++j) {
     const Int64 r = group.first + j;
-    const bool live = r >= block.live_begin && r < block.live_end;
-    stats_at[j] = j < present ? row_index(params, block.b, place.h, place.i) : -1;
-    q[j] = live ? arrays.q + element_offset(params.q, block.b, place.i, place.h) : nullptr;
-    dout[j] = live ? arrays.dout + element_offset(params.dout, block.b, place.i, place.h) : nullptr;
-    o[j] = live ? arrays.o + element_offset(params.o, block.b, place.i, place.h) : nullptr;
+    const bool live = contains(block.live, r);
+    stats_at[j] = j < present ? row_index(params, block.b, place.head, place.query) : -1;
+    q[j] = live ? arrays.q + element_offset(params.q, block.b, place.query, place.head) : nullptr;
+    dout[j] = live ? arrays.dout + element_offset(params.dout, block.b, place.query, place.head)
+                   : nullptr;
+    o[j] = live ? arrays.o + element_offset(params.o, block.b, place.query, place.head) : nullptr;
     block.row_max[r] = live ? arrays.stats.row_max[stats_at[j]] : 0;
     block.inverse_sum[r] = live ? 1 / arrays.stats.row_sum[stats_at[j]] : 0;
     if (j < present) place.next();
   }
-  const bool whole = group.first >= block.live_begin && group.first + kLanes <= block.live_end &&
-                     params.hd % kLanes == 0;
+  const bool whole = contains(block.live, group.first) &&
+                     contains(block.live, group.first + kLanes - 1) && params.hd % kLanes == 0;
   const Vec zeros = whole ? pack_group<true>(block, group, q, dout, o)
                           : pack_group<false>(block, group, q, dout, o);
   for (int j = 0; j < kLanes && j < present; ++j) {
@@ -137,18 +119,19 @@ FORGE_INLINE Vec load_group(const BackwardProblem& problem, BackwardBlock& block
   return zeros;
 }
 
-FORGE_INLINE void prefetch_row(const BackwardProblem& problem, Int64 b, const RowPlace& place) {
+FORGE_INLINE void prefetch_row(const BackwardProblem& problem, Int64 b, const RowCursor& place) {
   const AttnParams& params = problem.params;
-  prefetch(problem.arrays.q + element_offset(params.q, b, place.i, place.h), params.hd);
-  prefetch(problem.arrays.o + element_offset(params.o, b, place.i, place.h), params.hd);
-  prefetch(problem.arrays.dout + element_offset(params.dout, b, place.i, place.h), params.hd);
+  prefetch(problem.arrays.q + element_offset(params.q, b, place.query, place.head), params.hd);
+  prefetch(problem.arrays.o + element_offset(params.o, b, place.query, place.head), params.hd);
+  prefetch(problem.arrays.dout + element_offset(params.dout, b, place.query, place.head),
+           params.hd);
 }
 
 void load_rows(const BackwardProblem& problem, BackwardBlock& block) {
   const BackwardTiling& tiling = block.tiling;
-  const Int64 row_vecs = (block.rows + kLanes - 1) / kLanes;
-  RowPlace place = row_place(problem.params, block.kv_head, block.row_begin);
-  RowPlace ahead = place;
+  const Int64 row_vecs = ceil_div(block.rows, kLanes);
+  RowCursor place = row_cursor(problem.params, block.kv_head, block.row_begin);
+  RowCursor ahead = place;
   Int64 prefetched = 0;
   Vec zeros{};
   for (Int64 panel = 0; panel < row_vecs;) {
@@ -178,12 +161,6 @@ FORGE_INLINE Vec pack_key(const BackwardTiling& tiling, const Real* from, Real* 
   return zeros;
 }
 
-// A key counted from the tile's first, held within [-1, tile + 1) so that it fits a lane.
-FORGE_INLINE Int32 key_in_tile(const BackwardBlock& block, Int64 key) {
-  const Int64 at = key - block.tile_begin;
-  return static_cast<Int32>(at < 0 ? -1 : at < block.tile_keys ? at : block.tile_keys);
-}
-
 void load_keys(const BackwardProblem& problem, BackwardBlock& block) {
   const AttnParams& params = problem.params;
   const BackwardTiling& tiling = block.tiling;
@@ -204,19 +181,21 @@ void load_keys(const BackwardProblem& problem, BackwardBlock& block) {
              block.v + key * tiling.key_stride);
   }
   block.keys_finite = all_zero(zeros);
-  const bool padded = block.rows % kLanes != 0 || block.live_end - block.live_begin != block.rows;
-  const bool whole = block.whole_begin <= block.tile_begin &&
-                     block.tile_begin + block.tile_keys <= block.whole_end;
+  const bool padded = block.rows % kLanes != 0 || block.live.end - block.live.begin != block.rows;
+  const bool whole =
+      block.all.begin <= block.tile_begin && block.tile_begin + block.tile_keys <= block.all.end;
   // Rows that count for nothing give zeros without a mask, unless a key makes NaN of them.
   block.edge = !whole || (padded && !block.keys_finite);
   if (!block.edge) return;
-  const Int64 row_vecs = (block.rows + kLanes - 1) / kLanes;
+  const Int64 row_vecs = ceil_div(block.rows, kLanes);
   for (Int64 r = 0; r < row_vecs * kLanes; ++r) {
     // Both ends stay ascending over the rows: those before the live ones see keys before any, those
     // after them keys after any.
-    const bool before = r < block.live_begin, after = r >= block.live_end;
-    block.lo[r] = before ? -1 : after ? INT32_MAX : key_in_tile(block, block.first_key[r]);
-    block.hi[r] = before ? -1 : after ? INT32_MAX : key_in_tile(block, block.last_key[r]);
+    IndexRange seen = nothing();
+    if (contains(block.live, r)) seen = block.seen[r];
+    if (r >= block.live.end) seen = {int64_max(), int64_max()};
+    block.seen_from[r] = key_in_tile(seen.begin, block.tile_begin, block.tile_keys);
+    block.seen_to[r] = key_in_tile(seen.end, block.tile_begin, block.tile_keys);
   }
 }
 
@@ -226,10 +205,10 @@ void store_dq(const BackwardProblem& problem, const BackwardBlock& block, const 
   const AttnParams& params = problem.params;
   const BackwardTiling& tiling = block.tiling;
   const Vec scale = broadcast(params.scale);
-  RowPlace place = row_place(params, block.kv_head, block.row_begin);
+  RowCursor place = row_cursor(params, block.kv_head, block.row_begin);
   for (Int64 r = 0; r < block.rows; ++r, place.next()) {
-    Real* to = problem.arrays.dq + element_offset(params.dq, block.b, place.i, place.h);
-    const bool live = r >= block.live_begin && r < block.live_end;
+    Real* to = problem.arrays.dq + element_offset(params.dq, block.b, place.query, place.head);
+    const bool live = contains(block.live, r);
     if (!live && problem.accumulate) continue;
     for (Int64 at = 0; at < tiling.channels; at += kLanes) {
       Vec sum{};

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/thread_pool.h"
+#include "core/zero_fill.h"
 #include "cpu/attention.h"
 #include "cpu/kernel_tables.h"
 #include "cpu/scratch.h"
@@ -21,9 +22,6 @@
 namespace forge::cpu {
 
 namespace {
-
-Int64 divide_up(Int64 a, Int64 b) { return (a + b - 1) / b; }
-Int64 round_up(Int64 a, Int64 b) { return divide_up(a, b) * b; }
 
 // Everything here follows from the problem and the target, never from the number of threads.
 struct Plan {
@@ -43,7 +41,7 @@ struct Plan {
 Int64 block_rows(const Plan& plan, Int64 hd, Int64 row_panel) {
   constexpr Int64 kWantedBlocks = 8, kLeastRows = 64;
   const Int64 most = hd <= 128 ? 192 : 96;
-  const Int64 wanted = divide_up(plan.group_rows * plan.groups, kWantedBlocks);
+  const Int64 wanted = ceil_div(plan.group_rows * plan.groups, kWantedBlocks);
   const Int64 rows = round_up(std::clamp(wanted, kLeastRows, most), row_panel);
   return std::min(rows, round_up(plan.group_rows, plan.lanes));
 }
@@ -54,19 +52,19 @@ Plan make_plan(const AttnParams& params, const BackwardKernels& kernels) {
   Plan plan{};
   plan.lanes = kernels.lanes;
   plan.tile_rows = kernels.tile_rows;
-  plan.group_rows = params.Tq * (params.H / params.Hkv);
-  plan.groups = params.B * params.Hkv;
+  plan.group_rows = rows_of_group(params);
+  plan.groups = kv_heads(params);
   BackwardTiling& tiling = plan.tiling;
   tiling.hd = params.hd;
   tiling.channels = round_up(params.hd, plan.lanes);
   tiling.rows = std::max(plan.lanes, block_rows(plan, params.hd, kernels.row_panel));
   tiling.keys = std::clamp<Int64>(params.Tk, 1, kTileKeys);
   // An odd number of cache lines, so that a column of keys falls into different sets.
-  tiling.key_stride = (divide_up(tiling.channels, kLine) | 1) * kLine;
-  tiling.pair_stride = (divide_up(tiling.rows + plan.tile_rows, kLine) | 1) * kLine;
+  tiling.key_stride = (ceil_div(tiling.channels, kLine) | 1) * kLine;
+  tiling.pair_stride = (ceil_div(tiling.rows + plan.tile_rows, kLine) | 1) * kLine;
   tiling.capped = params.softcap > 0;
-  plan.blocks = divide_up(plan.group_rows, tiling.rows);
-  plan.tiles = divide_up(params.Tk, tiling.keys);
+  plan.blocks = ceil_div(plan.group_rows, tiling.rows);
+  plan.tiles = ceil_div(params.Tk, tiling.keys);
   plan.splits = plan.blocks == 1 ? std::clamp<Int64>(params.Tk / kSplitKeys, 1, kMostSplits) : 1;
   return plan;
 }
@@ -100,8 +98,8 @@ Int64 lay_out(const Plan& plan, char* base, BackwardBlock& block) {
   for (float** piece : {&block.row_max, &block.inverse_sum, &block.d_row}) {
     arena.take(*piece, tiling.rows);
   }
-  for (Int64** piece : {&block.first_key, &block.last_key}) arena.take(*piece, tiling.rows);
-  for (Int32** piece : {&block.lo, &block.hi}) arena.take(*piece, tiling.rows);
+  arena.take(block.seen, tiling.rows);
+  for (Int32** piece : {&block.seen_from, &block.seen_to}) arena.take(*piece, tiling.rows);
   const Int64 keys = tiling.keys + plan.tile_rows;
   for (float** piece : {&block.k, &block.v}) arena.take(*piece, keys * tiling.key_stride);
   for (float** piece : {&block.p, &block.ds}) arena.take(*piece, keys * tiling.pair_stride);
@@ -112,34 +110,19 @@ Int64 lay_out(const Plan& plan, char* base, BackwardBlock& block) {
 // Which keys the block's rows see, alone and together.
 void find_keys(const BackwardProblem& problem, BackwardBlock& block) {
   const AttnParams& params = problem.params;
-  const Int64 rep = params.H / params.Hkv;
   const AttnBand band = attn_band(params, problem.ranges[block.b]);
-  block.live_begin = block.live_end = 0;
-  block.key_begin = block.key_end = block.whole_begin = block.whole_end = 0;
-  bool live = false;
-  for (Int64 r = 0; r < block.rows; ++r) {
-    const IndexRange keys = visible_keys(band, (block.row_begin + r) / rep);
-    block.first_key[r] = keys.lo;
-    block.last_key[r] = keys.hi;
-    if (keys.lo > keys.hi) continue;
-    if (!live) {
-      block.live_begin = r;
-      block.key_begin = block.whole_begin = keys.lo;
-      block.key_end = block.whole_end = keys.hi + 1;
-      live = true;
-    }
-    block.live_end = r + 1;
-    block.key_begin = std::min(block.key_begin, keys.lo);
-    block.key_end = std::max(block.key_end, keys.hi + 1);
-    block.whole_begin = std::max(block.whole_begin, keys.lo);
-    block.whole_end = std::min(block.whole_end, keys.hi + 1);
+  block.live = block.any = nothing();
+  block.all = {0, params.Tk};
+  RowCursor at = row_cursor(params, block.kv_head, block.row_begin);
+  for (Int64 r = 0; r < block.rows; ++r, at.next()) {
+    const IndexRange keys = visible_keys(band, at.query);
+    block.seen[r] = keys;
+    if (is_empty(keys)) continue;
+    block.live = hull(block.live, {r, r + 1});
+    block.any = hull(block.any, keys);
+    block.all = overlap(block.all, keys);
   }
 }
-
-struct TileRange {
-  Int64 begin;
-  Int64 end;
-};
 
 // Who works on which block next. A worker stays with its kv head, whose keys and gradients then
 // stay in its cache, and takes a fresh one when it is done; with none left it joins the head that
@@ -208,7 +191,7 @@ class Backward {
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
       open(block, item.group, item.block);
       kernels_.load_rows(problem_, block);
-      walk(block, item.group, tiles_of(block));
+      walk(block, item.group, tiles_of(block.any));
       kernels_.store_dq(problem_, block, block.dq, 1);
     });
   }
@@ -229,38 +212,35 @@ class Backward {
   Int64 split_elements() const { return plan_.group_rows * plan_.tiling.channels; }
 
   void open(BackwardBlock& block, Int64 group, Int64 index) const {
-    block.b = group / problem_.params.Hkv;
-    block.kv_head = group % problem_.params.Hkv;
-    block.row_begin = index * plan_.tiling.rows;
-    block.rows = std::min(plan_.tiling.rows, plan_.group_rows - block.row_begin);
+    const KvHead head = kv_head_at(problem_.params, group);
+    const IndexRange rows = rows_of_block(index);
+    block.b = head.b;
+    block.kv_head = head.head;
+    block.row_begin = rows.begin;
+    block.rows = rows.end - rows.begin;
     find_keys(problem_, block);
   }
 
-  TileRange tiles_of(const BackwardBlock& block) const {
-    if (block.key_begin >= block.key_end) return {0, 0};
-    return {block.key_begin / plan_.tiling.keys, divide_up(block.key_end, plan_.tiling.keys)};
+  // The tiles that hold some keys.
+  IndexRange tiles_of(IndexRange keys) const {
+    if (is_empty(keys)) return nothing();
+    return {keys.begin / plan_.tiling.keys, ceil_div(keys.end, plan_.tiling.keys)};
+  }
+
+  IndexRange rows_of_block(Int64 index) const {
+    return {index * plan_.tiling.rows, std::min((index + 1) * plan_.tiling.rows, plan_.group_rows)};
   }
 
   // Tiles that some row of a block sees, without a block at hand.
-  TileRange tiles_of(Int64 b, Int64 index) const {
+  IndexRange tiles_of(Int64 b, Int64 index) const {
     const AttnParams& params = problem_.params;
-    const Int64 rep = params.H / params.Hkv;
-    const AttnBand band = attn_band(params, problem_.ranges[b]);
-    const Int64 begin = index * plan_.tiling.rows / rep;
-    const Int64 last = std::min((index + 1) * plan_.tiling.rows, plan_.group_rows) - 1;
-    TileRange tiles{0, 0};
-    for (Int64 i = begin; i <= last / rep; ++i) {
-      const IndexRange keys = visible_keys(band, i);
-      if (keys.lo > keys.hi) continue;
-      if (tiles.begin == tiles.end) tiles.begin = keys.lo / plan_.tiling.keys;
-      tiles.end = keys.hi / plan_.tiling.keys + 1;
-    }
-    return tiles;
+    return tiles_of(
+        keys_of_rows(params, attn_band(params, problem_.ranges[b]), rows_of_block(index)));
   }
 
-  void walk(BackwardBlock& block, Int64 group, TileRange tiles) {
+  void walk(BackwardBlock& block, Int64 group, IndexRange tiles) {
     const Int64 index = block.row_begin / plan_.tiling.rows;
-    TileRange before{0, 0};
+    IndexRange before = nothing();
     if (index + 1 < plan_.blocks) before = tiles_of(block.b, index + 1);
     for (Int64 tile = tiles.begin; tile < tiles.end; ++tile) {
       block.tile_begin = tile * plan_.tiling.keys;
@@ -268,7 +248,7 @@ class Backward {
       kernels_.load_keys(problem_, block);
       kernels_.scores(problem_, block);
       std::atomic<Int32>& turn = turns_[static_cast<std::size_t>(group * plan_.tiles + tile)];
-      const bool follows = tile >= before.begin && tile < before.end;
+      const bool follows = contains(before, tile);
       if (follows) wait_for(turn, static_cast<Int32>(index + 1));
       kernels_.key_gradients(problem_, block, follows || problem_.accumulate);
       turn.store(static_cast<Int32>(index), std::memory_order_release);
@@ -290,7 +270,7 @@ class Backward {
       block.dq = partial_dq_ + task * split_elements();
       open(block, group, 0);
       kernels_.load_rows(problem_, block);
-      const TileRange tiles = tiles_of(block);
+      const IndexRange tiles = tiles_of(block.any);
       const Int64 count = tiles.end - tiles.begin;
       walk(block, group,
            {tiles.begin + count * split / plan_.splits,
@@ -313,7 +293,7 @@ class Backward {
     for (Int64 b = 0; b < params.B; ++b) {
       std::fill(seen.begin(), seen.end(), 0);
       for (Int64 index = 0; index < plan_.blocks; ++index) {
-        const TileRange tiles = tiles_of(b, index);
+        const IndexRange tiles = tiles_of(b, index);
         std::fill(seen.begin() + tiles.begin, seen.begin() + tiles.end, 1);
       }
       for (Int64 j = 0; j < params.Tk; ++j) {
@@ -341,6 +321,10 @@ class Backward {
 
 void attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, bool accumulate,
                    CpuTarget target) {
+  if (problem.params.B == 0 || problem.params.Tq == 0 || problem.params.Tk == 0) {
+    if (!accumulate) zero_gradients(problem, arrays);
+    return;
+  }
   BackwardProblem backward{params_as<float>(problem), arrays, problem.ranges.data(), accumulate};
   Backward(backward, kernel_tables(target).backward).run();
 }

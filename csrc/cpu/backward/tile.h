@@ -41,33 +41,22 @@ FORGE_INLINE void multiply(const Weights& a, const Real* b, Int64 b_stride, Int6
   }
 }
 
-struct KeyRange {
-  Int64 begin;
-  Int64 end;
-};
-
 // Keys of the tile that some row of [row, row + count) sees.
-FORGE_INLINE KeyRange keys_seen(const BackwardBlock& block, Int64 row, Int64 count) {
+FORGE_INLINE IndexRange keys_seen(const BackwardBlock& block, Int64 row, Int64 count) {
   if (!block.edge) return {0, block.tile_keys};
-  Int32 lo = INT32_MAX, hi = -1;
+  IndexRange keys = nothing();
   for (Int64 r = row; r < row + count; ++r) {
-    if (block.hi[r] < 0 || block.lo[r] >= block.tile_keys) continue;
-    lo = block.lo[r] < lo ? block.lo[r] : lo;
-    hi = block.hi[r] > hi ? block.hi[r] : hi;
+    keys = hull(keys, {block.seen_from[r], block.seen_to[r]});
   }
-  KeyRange keys;
-  keys.begin = lo < 0 ? 0 : lo;
-  keys.end = hi + 1 < block.tile_keys ? hi + 1 : block.tile_keys;
-  if (keys.begin >= keys.end) keys.begin = keys.end = 0;
   return keys;
 }
 
 FORGE_INLINE IntVec visible(const BackwardBlock& block, Int64 row, Int64 key) {
-  IntVec lo, hi;
-  __builtin_memcpy(&lo, block.lo + row, sizeof lo);
-  __builtin_memcpy(&hi, block.hi + row, sizeof hi);
+  IntVec from, to;
+  __builtin_memcpy(&from, block.seen_from + row, sizeof from);
+  __builtin_memcpy(&to, block.seen_to + row, sizeof to);
   const IntVec at = broadcast_int(static_cast<RealBits>(key));
-  return (lo <= at) & (at <= hi);
+  return (from <= at) & (at < to);
 }
 
 template <bool Edge, bool Capped>
@@ -144,7 +133,7 @@ struct ScorePanels {
   FORGE_MEMBER void run(Int64 at) const {
     constexpr int kRows = tile_rows<Vecs>();
     const Int64 row = at * kLanes;
-    const KeyRange keys = keys_seen(block, row, Vecs * kLanes);
+    const IndexRange keys = keys_seen(block, row, Vecs * kLanes);
     const Real* q = block.q_lanes + row * block.tiling.hd;
     const Real* dout = block.dout_lanes + row * block.tiling.hd;
     if (Edge) clear(row, Vecs, 0, keys.begin);
@@ -163,7 +152,7 @@ template <bool Edge, bool Capped>
 void score_tile(const BackwardProblem& problem, const BackwardBlock& block) {
   const ScorePanels<Edge, Capped> panels{block,
                                          score_map(problem.params.scale, problem.params.softcap)};
-  for_panels<kRowVecs>((block.rows + kLanes - 1) / kLanes, panels);
+  for_panels<kRowVecs>(ceil_div(block.rows, kLanes), panels);
 }
 
 // Where a product goes: rows of hd elements, of which `rows` are there from `at` on.
@@ -240,7 +229,7 @@ struct KeyGradient {
       for (int v = 0; v < Vecs; ++v) {
         Vec acc[1][1] = {};
         for (Int64 row = 0; row < block.rows; ++row) {
-          if (key < block.lo[row] || key > block.hi[row]) continue;
+          if (key < block.seen_from[row] || key >= block.seen_to[row]) continue;
           acc[0][0] = fma(broadcast(weights[key * block.tiling.pair_stride + row]),
                           load(panel + (row * Vecs + v) * kLanes), acc[0][0]);
         }
@@ -262,8 +251,8 @@ struct KeyGradient {
       prefetch_sink<kRows, Vecs>(sink, at * kLanes);
       if (block.edge) {  // rows from the first that sees the group's first key on, up to the last
         const Int64 last = key + (sink.rows < kRows ? sink.rows : kRows) - 1;
-        while (begin < block.rows && block.hi[begin] < key) ++begin;
-        while (end < block.rows && block.lo[end] <= last) ++end;
+        while (begin < block.rows && block.seen_to[begin] <= key) ++begin;
+        while (end < block.rows && block.seen_from[end] <= last) ++end;
       }
       const Weights group{weights + key * tiling.pair_stride + begin, tiling.pair_stride, 1};
       Vec acc[kRows][Vecs];
@@ -291,7 +280,7 @@ struct RowGradient {
         const Int64 channel = (at + v) * kLanes;
         Vec acc[1][1] = {};
         for (Int64 key = 0; key < block.tile_keys; ++key) {
-          if (key < block.lo[row] || key > block.hi[row]) continue;
+          if (key < block.seen_from[row] || key >= block.seen_to[row]) continue;
           acc[0][0] = fma(broadcast(block.ds[key * tiling.pair_stride + row]),
                           load(block.k + key * tiling.key_stride + channel), acc[0][0]);
         }
@@ -307,7 +296,7 @@ struct RowGradient {
     if (block.edge && !block.keys_finite) return run_exactly<Vecs>(at);
     for (Int64 row = 0; row < block.rows; row += kRows) {
       const Int64 left = block.rows - row;
-      const KeyRange keys = keys_seen(block, row, left < kRows ? left : kRows);
+      const IndexRange keys = keys_seen(block, row, left < kRows ? left : kRows);
       if (keys.begin == keys.end) continue;
       const Weights group{block.ds + keys.begin * tiling.pair_stride + row, 1, tiling.pair_stride};
       Vec acc[kRows][Vecs];

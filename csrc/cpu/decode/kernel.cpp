@@ -4,6 +4,8 @@
 // all its heads, and prefetches the next rows meanwhile, in the memory's order: the pattern that
 // hardware prefetchers follow (rows of one head alone, far apart, they do not).
 #include "cpu/decode/kernel.h"
+
+#include "cpu/attention.h"
 #include "cpu/decode/tile.h"
 
 namespace forge::cpu::FORGE_TARGET {
@@ -19,7 +21,7 @@ struct RowGroup {
   int rows;  // a head
   const Real* q[kGroupRows];
   Real* partial[kGroupRows];
-  IndexRange keys[kGroupRows];  // visible
+  IndexRange keys[kGroupRows];  // that each sees
 };
 
 // All rows of one kv head; `panel`: room for one.
@@ -54,7 +56,7 @@ FORGE_INLINE void score_head(const Real* const* q, int rows, const KeyBlock& key
 template <bool Capped>
 void score_block(const RowGroup& group, const KeyBlock& k, const KeyBlock& next, Int64 hd,
                  const ScoreMap& map, Real* scores) {
-  alignas(64) Real panel[(kMostHeadSize + kLanes) * kPanelKeys];
+  alignas(64) Real panel[(kMaxHeadDim + kLanes) * kPanelKeys];
   constexpr int kStep = kPanelKeys;
   for (int key = 0; key < k.count; key += kStep) {
     const KeyBlock ahead = key + kStep < k.count
@@ -126,8 +128,8 @@ void run_block(const RowGroup& group, const KeyBlock& k, const KeyBlock& v, cons
   int from[kGroupRows], to[kGroupRows];
   bool whole = true;
   for (int row = 0; row < rows; ++row) {
-    from[row] = static_cast<int>(min_of(max_of(group.keys[row].lo - begin, 0), k.count));
-    to[row] = static_cast<int>(max_of(min_of(group.keys[row].hi - begin + 1, k.count), 0));
+    from[row] = key_in_tile(group.keys[row].begin, begin, k.count);
+    to[row] = key_in_tile(group.keys[row].end, begin, k.count);
     if (from[row] >= to[row]) from[row] = to[row] = 0;
     whole = whole && from[row] == 0 && to[row] == k.count;
     alpha[row] = softmax_row(scores + row * kBlockKeys, from[row], to[row], group.partial[row]);
@@ -148,37 +150,40 @@ void run_block(const RowGroup& group, const KeyBlock& k, const KeyBlock& v, cons
 void start_group(const ForwardCall& call, const DecodeTask& task, Int64 head_begin, Int64 heads,
                  RowGroup& group) {
   const AttnParams& params = call.params;
-  const Int64 rows = call.rep * params.Tq, row_floats = partial_row_floats(params.hd);
+  const Int64 rows = rows_of_group(params), row_floats = partial_row_floats(params.hd);
   group.head_begin = head_begin;
   group.heads = static_cast<int>(heads);
   group.rows = static_cast<int>(rows);
-  for (Int64 row = 0; row < heads * rows; ++row) {
-    const Int64 head = head_begin + row / rows, r = row % rows, i = r / call.rep;
-    const Int64 h = head * call.rep + r % call.rep;
-    Real* partial = task.partial + (head * rows + r) * row_floats;
-    for (Int64 at = 0; at < row_floats; ++at) partial[at] = 0;
-    partial[0] = -__builtin_inff();
-    group.q[row] = call.q + task.b * params.q.batch + i * params.q.row + h * params.q.head;
-    group.partial[row] = partial;
-    group.keys[row] = visible_keys(task.band, i);
+  Int64 row = 0;
+  for (Int64 head = head_begin; head < head_begin + heads; ++head) {
+    RowCursor at = row_cursor(params, head, 0);
+    for (Int64 r = 0; r < rows; ++r, ++row, at.next()) {
+      Real* partial = task.partial + (head * rows + r) * row_floats;
+      for (Int64 n = 0; n < row_floats; ++n) partial[n] = 0;
+      partial[0] = -__builtin_inff();
+      group.q[row] =
+          call.q + task.b * params.q.batch + at.query * params.q.row + at.head * params.q.head;
+      group.partial[row] = partial;
+      group.keys[row] = visible_keys(task.band, at.query);
+    }
   }
 }
 
 void run(const ForwardCall& call, const DecodeTask& task) {
   const AttnParams& params = call.params;
   const ScoreMap map = score_map(params.scale, params.softcap);
-  const Int64 heads_at_once = max_of(1, kGroupRows / (call.rep * params.Tq));
-  for (Int64 head = task.head_begin; head < task.head_end; head += heads_at_once) {
+  const Int64 heads_at_once = larger(1, kGroupRows / rows_of_group(params));
+  for (Int64 head = task.heads.begin; head < task.heads.end; head += heads_at_once) {
     RowGroup group;
-    start_group(call, task, head, min_of(heads_at_once, task.head_end - head), group);
-    for (Int64 begin = task.key_begin; begin < task.key_end; begin += kBlockKeys) {
-      const int count = static_cast<int>(min_of(kBlockKeys, task.key_end - begin));
+    start_group(call, task, head, smaller(heads_at_once, task.heads.end - head), group);
+    for (Int64 begin = task.keys.begin; begin < task.keys.end; begin += kBlockKeys) {
+      const int count = static_cast<int>(smaller(kBlockKeys, task.keys.end - begin));
       const KeyBlock k = {call.k + task.b * params.k.batch + begin * params.k.row, params.k.row,
                           params.k.head, count};
       const KeyBlock v = {call.v + task.b * params.v.batch + begin * params.v.row, params.v.row,
                           params.v.head, count};
       const KeyBlock next = {k.first + kBlockKeys * params.k.row, params.k.row, params.k.head,
-                             static_cast<int>(min_of(kBlockKeys, task.key_end - begin - count))};
+                             static_cast<int>(smaller(kBlockKeys, task.keys.end - begin - count))};
       run_block(group, k, v, next, begin, params.hd, map);
     }
   }
@@ -188,13 +193,13 @@ void combine(const ForwardCall& call, const CombineTask& task) {
   constexpr int kVecs = 4;
   const AttnParams& params = call.params;
   const Int64 hd = params.hd, row_floats = partial_row_floats(hd);
-  for (Int64 row = task.row_begin; row < task.row_end; ++row) {
-    const Real* partial = task.partial + (row - task.row_begin) * row_floats;
-    const Int64 i = row / call.rep, h = task.kv_head * call.rep + row % call.rep;
+  RowCursor place = row_cursor(params, task.kv_head, task.rows.begin);
+  for (Int64 row = task.rows.begin; row < task.rows.end; ++row, place.next()) {
+    const Real* partial = task.partial + (row - task.rows.begin) * row_floats;
+    const Int64 i = place.query, h = place.head;
     const Int64 at = (task.b * params.H + h) * params.Tq + i;
     Real* o = call.o + task.b * params.o.batch + i * params.o.row + h * params.o.head;
-    const IndexRange keys = visible_keys(task.band, i);
-    if (keys.lo > keys.hi) {
+    if (is_empty(visible_keys(task.band, i))) {
       call.row_max[at] = -__builtin_inff();
       call.row_sum[at] = 0;
       for (Int64 d = 0; d < hd; d += kLanes) store_within(o, d, hd, Vec{});
@@ -231,6 +236,6 @@ void combine(const ForwardCall& call, const CombineTask& task) {
 }  // namespace
 
 extern const DecodeKernels kDecodeKernels;
-const DecodeKernels kDecodeKernels = {kMostRows, kMostHeadSize, run, combine};
+const DecodeKernels kDecodeKernels = {kMostRows, run, combine};
 
 }  // namespace forge::cpu::FORGE_TARGET

@@ -13,11 +13,7 @@ constexpr int kPanelKeys = kPanelVecs * kLanes;  // keys read abreast
 // Whether registers hold a block of keys and the sums.
 constexpr bool kKeysInRegisters = kLanes == 16 && kVectorRegisters >= 32;
 constexpr int kValueKeys = 16;  // values read abreast
-constexpr int kMostHeadSize = 512;
 constexpr int kRowsAtOnce = 4;
-
-FORGE_INLINE Int64 min_of(Int64 a, Int64 b) { return a < b ? a : b; }
-FORGE_INLINE Int64 max_of(Int64 a, Int64 b) { return a > b ? a : b; }
 
 // Rows of keys or values.
 struct KeyBlock {
@@ -47,7 +43,7 @@ FORGE_INLINE void prefetch_share(const KeyBlock& rows, int head, int heads, Int6
 // The rows [key, key + step), as many as there are, from `head` on.
 FORGE_INLINE KeyBlock rows_from(const KeyBlock& block, Int64 head, int key, int step) {
   return {block.first + head * block.head_stride + key * block.stride, block.stride,
-          block.head_stride, static_cast<int>(max_of(0, min_of(step, block.count - key)))};
+          block.head_stride, static_cast<int>(larger(0, smaller(step, block.count - key)))};
 }
 
 // scores[r][key] for the keys of a panel: hd times kPanelKeys, keys in lanes.
@@ -142,7 +138,7 @@ FORGE_INLINE void score_rows(const Real* const* q, const KeyBlock& keys, const R
 FORGE_NOINLINE void fill_panel(const KeyBlock& k, Int64 hd, Real* panel) {
   for (int c = 0; c < kPanelKeys; c += kLanes) {
     const Real* rows[kLanes];
-    for (int i = 0; i < kLanes; ++i) rows[i] = k.first + min_of(c + i, k.count - 1) * k.stride;
+    for (int i = 0; i < kLanes; ++i) rows[i] = k.first + smaller(c + i, k.count - 1) * k.stride;
     rows_to_lanes(rows, hd, panel + c, kPanelKeys);
   }
 }

@@ -1,7 +1,8 @@
 // The forward of one task, compiled once per target: online softmax over key tiles.
+#include "cpu/decode/kernel.h"
+
 #include <cstring>
 
-#include "cpu/decode/kernel.h"
 #include "cpu/forward/kernel.h"
 #include "cpu/forward/tile.h"
 #include "cpu/pack.h"
@@ -12,20 +13,19 @@ namespace {
 // Keys a tile: scores of a row block stay in L1, packed keys and values in L2. A multiple of kStep.
 FORGE_INLINE int tile_keys(Int64 hd) {
   const int most = hd <= 128 ? 128 : hd <= 256 ? 64 : 32;
-  return (most + kStep - 1) / kStep * kStep;
+  return static_cast<int>(round_up(most, kStep));
 }
 
 // A worker's scratch.
 struct Workspace {
-  Real* q;    // [blocks][hd_pad][kRowBlock]
-  Real* o;    // the same
-  Real* m;    // [rows]
-  Real* l;    // [rows]
-  Int64* lo;  // [rows] first and last visible key
-  Int64* hi;
-  Real* k;       // [tile_keys + kStep][k_stride]
-  Real* v;       // [panels][tile_keys][kStep], with slack
-  Real* scores;  // [tile_keys + kStep][kRowBlock]
+  Real* q;           // [blocks][hd_pad][kRowBlock]
+  Real* o;           // the same
+  Real* m;           // [rows]
+  Real* l;           // [rows]
+  IndexRange* seen;  // [rows]
+  Real* k;           // [tile_keys + kStep][k_stride]
+  Real* v;           // [panels][tile_keys][kStep], with slack
+  Real* scores;      // [tile_keys + kStep][kRowBlock]
   Int64 hd_pad;
   Int64 k_stride;
   Int64 v_panel;
@@ -50,8 +50,7 @@ FORGE_INLINE Workspace workspace(char* base, Int64 hd, Int64 rows) {
   w.o = carve<Real>(base, at, padded_rows * w.hd_pad);
   w.m = carve<Real>(base, at, padded_rows);
   w.l = carve<Real>(base, at, padded_rows);
-  w.lo = carve<Int64>(base, at, padded_rows);
-  w.hi = carve<Int64>(base, at, padded_rows);
+  w.seen = carve<IndexRange>(base, at, padded_rows);
   w.k = carve<Real>(base, at, (keys + kStep) * w.k_stride);
   w.v = carve<Real>(base, at, round_up(hd, kStep) / kStep * w.v_panel);
   w.scores = carve<Real>(base, at, (keys + kStep) * kRowBlock);
@@ -61,12 +60,10 @@ FORGE_INLINE Workspace workspace(char* base, Int64 hd, Int64 rows) {
 
 std::size_t scratch_bytes(Int64 hd, Int64 rows) { return workspace(nullptr, hd, rows).bytes; }
 
-// Visible keys of a row block, its dead rows and the lanes past the last row left out.
-struct BlockRange {
-  Int64 lo;       // first key that any row sees
-  Int64 hi;       // last
-  Int64 full_lo;  // keys that every row sees: [full_lo, full_hi]
-  Int64 full_hi;
+// Keys of a row block, its dead rows and the lanes past the last row left out.
+struct BlockKeys {
+  IndexRange any;  // that some row sees
+  IndexRange all;  // that every row sees
 };
 
 struct TaskState {
@@ -76,72 +73,50 @@ struct TaskState {
   ScoreMap map;
 };
 
-FORGE_INLINE Int64 min_of(Int64 a, Int64 b) { return a < b ? a : b; }
-FORGE_INLINE Int64 max_of(Int64 a, Int64 b) { return a > b ? a : b; }
-
 FORGE_INLINE Int64 offset_of(const AttnStrides& strides, Int64 b, Int64 t, Int64 head) {
   return b * strides.batch + t * strides.row + head * strides.head;
 }
 
-// Walks the rows of a task: query and head of row after row, without a division each.
-struct RowCursor {
-  Int64 query;
-  Int64 head;
-  Int64 first_head;
-  Int64 end_head;
-};
-
 FORGE_INLINE RowCursor cursor_at(const TaskState& state, Int64 slot) {
-  const Int64 rep = state.call->rep, r = state.task->row_begin + slot;
-  const Int64 first_head = state.task->kv_head * rep;
-  return {r / rep, first_head + r % rep, first_head, first_head + rep};
+  return row_cursor(state.call->params, state.task->kv_head, state.task->rows.begin + slot);
 }
 
-FORGE_INLINE void advance(RowCursor& cursor) {
-  if (++cursor.head == cursor.end_head) {
-    cursor.head = cursor.first_head;
-    ++cursor.query;
-  }
-}
+// A row that sees no key, or a lane past the last row: sees whatever the others of its block see.
+FORGE_INLINE IndexRange every_key() { return {0, int64_max()}; }
 
 // Fills the scratch rows of block `index` and returns what they see.
-FORGE_NOINLINE BlockRange start_block(const TaskState& state, Int64 index) {
+FORGE_NOINLINE BlockKeys start_block(const TaskState& state, Int64 index) {
   const ForwardTask& task = *state.task;
   const AttnParams& params = state.call->params;
   const Workspace& work = state.work;
-  BlockRange range = {int64_max(), -1, 0, int64_max()};
+  BlockKeys block = {nothing(), every_key()};
   RowCursor at = cursor_at(state, index * kRowBlock);
   const Real* row = nullptr;
   for (int c = 0; c < kRowVecs; ++c) {
     const Real* rows[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      const Int64 slot = index * kRowBlock + c * kLanes + lane, r = task.row_begin + slot;
-      const bool there = r < task.row_end;
+      const Int64 slot = index * kRowBlock + c * kLanes + lane;
+      const bool there = task.rows.begin + slot < task.rows.end;
       // lanes past the last row repeat it; dead or repeated, their results are dropped
       if (there) row = state.call->q + offset_of(params.q, task.b, at.query, at.head);
       rows[lane] = row;
-      IndexRange keys = {0, -1};
-      if (there) keys = visible_keys(task.band, at.query);
-      advance(at);
-      keys.lo = max_of(keys.lo, task.key_begin);
-      keys.hi = min_of(keys.hi, task.key_end - 1);
-      if (keys.lo <= keys.hi) {
-        range.lo = min_of(range.lo, keys.lo);
-        range.hi = max_of(range.hi, keys.hi);
-        range.full_lo = max_of(range.full_lo, keys.lo);
-        range.full_hi = min_of(range.full_hi, keys.hi);
+      IndexRange keys = nothing();
+      if (there) keys = overlap(visible_keys(task.band, at.query), task.keys);
+      at.next();
+      if (is_empty(keys)) {
+        keys = every_key();
       } else {
-        keys = {0, int64_max()};  // sees whatever the others see
+        block.any = hull(block.any, keys);
+        block.all = overlap(block.all, keys);
       }
-      work.lo[slot] = keys.lo;
-      work.hi[slot] = keys.hi;
+      work.seen[slot] = keys;
     }
     rows_to_lanes(rows, params.hd, work.q + index * work.hd_pad * kRowBlock + c * kLanes,
                   kRowBlock);
     store(work.m + index * kRowBlock + c * kLanes, broadcast(-__builtin_inff()));
     store(work.l + index * kRowBlock + c * kLanes, Vec{});
   }
-  return range;
+  return block;
 }
 
 // Keys [begin, begin + count) of the task's kv head, packed.
@@ -162,31 +137,30 @@ FORGE_NOINLINE KeyTile pack_tile(const TaskState& state, Int64 begin, int count)
 void prefetch_tile(const TaskState& state, Int64 begin, Int64 end, Int64 index, Int64 parts) {
   const AttnParams& params = state.call->params;
   const Int64 b = state.task->b, head = state.task->kv_head;
-  const Int64 share = (end - begin + parts - 1) / parts;
-  const Int64 last = min_of(end, begin + (index + 1) * share);
+  const Int64 share = ceil_div(end - begin, parts);
+  const Int64 last = smaller(end, begin + (index + 1) * share);
   for (Int64 key = begin + index * share; key < last; ++key) {
     prefetch_row(state.call->k + offset_of(params.k, b, key, head), params.hd);
     prefetch_row(state.call->v + offset_of(params.v, b, key, head), params.hd);
   }
 }
 
-FORGE_NOINLINE KeySpan span_of(const TaskState& state, const BlockRange& range, Int64 index,
+FORGE_NOINLINE KeySpan span_of(const TaskState& state, const BlockKeys& block, Int64 index,
                                Int64 begin, int count) {
   KeySpan span;
-  span.from = static_cast<int>(min_of(max_of(range.lo - begin, 0), count));
-  span.to = static_cast<int>(max_of(min_of(range.hi - begin + 1, count), 0));
-  span.full_from = static_cast<int>(min_of(max_of(range.full_lo - begin, 0), count));
-  span.full_to = static_cast<int>(max_of(min_of(range.full_hi - begin, count - 1) + 1, 0));
+  span.from = key_in_tile(block.any.begin, begin, count);
+  span.to = key_in_tile(block.any.end, begin, count);
+  span.full_from = key_in_tile(block.all.begin, begin, count);
+  span.full_to = key_in_tile(block.all.end, begin, count);
   for (int c = 0; c < kRowVecs; ++c) {
-    RealBits lo[kLanes], hi[kLanes];
+    RealBits seen_from[kLanes], seen_to[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      const Int64 slot = index * kRowBlock + c * kLanes + lane;
-      lo[lane] = static_cast<RealBits>(max_of(min_of(state.work.lo[slot] - begin, count), 0));
-      hi[lane] =
-          static_cast<RealBits>(max_of(min_of(state.work.hi[slot] - begin, span.to - 1), -1));
+      const IndexRange seen = state.work.seen[index * kRowBlock + c * kLanes + lane];
+      seen_from[lane] = key_in_tile(seen.begin, begin, count);
+      seen_to[lane] = key_in_tile(seen.end, begin, span.to);
     }
-    std::memcpy(&span.lo[c], lo, sizeof lo);
-    std::memcpy(&span.hi[c], hi, sizeof hi);
+    std::memcpy(&span.seen_from[c], seen_from, sizeof seen_from);
+    std::memcpy(&span.seen_to[c], seen_to, sizeof seen_to);
   }
   return span;
 }
@@ -201,12 +175,10 @@ struct RowEnd {
 FORGE_INLINE RowEnd finish_row(const TaskState& state, const RowCursor& at, Int64 slot) {
   const ForwardCall& call = *state.call;
   const ForwardTask& task = *state.task;
-  if (task.row_begin + slot >= task.row_end) return {nullptr, 1, true};
+  if (task.rows.begin + slot >= task.rows.end) return {nullptr, 1, true};
   IndexRange keys = visible_keys(task.band, at.query);
-  if (task.partial != nullptr) {
-    keys = {max_of(keys.lo, task.key_begin), min_of(keys.hi, task.key_end - 1)};
-  }
-  const bool live = keys.lo <= keys.hi;
+  if (task.partial != nullptr) keys = overlap(keys, task.keys);
+  const bool live = !is_empty(keys);
   const Real m = live ? state.work.m[slot] : -__builtin_inff();
   Real l = live ? state.work.l[slot] : 0;
   if (task.partial != nullptr) {
@@ -231,7 +203,7 @@ FORGE_NOINLINE void finish_block(const TaskState& state, Int64 index) {
     RealBits zeroed[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
       const RowEnd end = finish_row(state, at, index * kRowBlock + c * kLanes + lane);
-      advance(at);
+      at.next();
       rows[lane] = end.o;
       factors[lane] = end.factor;
       zeroed[lane] = end.zeroed ? -1 : 0;
@@ -245,28 +217,27 @@ FORGE_NOINLINE void finish_block(const TaskState& state, Int64 index) {
 
 void run(const ForwardCall& call, const ForwardTask& task, char* scratch) {
   constexpr int kMaxBlocks = 64;
-  const Int64 rows = task.row_end - task.row_begin, hd = call.params.hd;
+  const Int64 rows = task.rows.end - task.rows.begin, hd = call.params.hd;
   TaskState state = {&call, &task, workspace(scratch, hd, rows),
                      score_map(call.params.scale, call.params.softcap)};
   const Workspace& work = state.work;
-  const Int64 blocks = (rows + kRowBlock - 1) / kRowBlock;
-  BlockRange ranges[kMaxBlocks];
+  const Int64 blocks = ceil_div(rows, kRowBlock);
+  BlockKeys keys[kMaxBlocks];
   bool fresh[kMaxBlocks];
-  Int64 lo = int64_max(), hi = -1;
+  IndexRange any = nothing();
   for (Int64 index = 0; index < blocks; ++index) {
-    ranges[index] = start_block(state, index);
+    keys[index] = start_block(state, index);
     fresh[index] = true;
-    lo = min_of(lo, ranges[index].lo);
-    hi = max_of(hi, ranges[index].hi);
+    any = hull(any, keys[index].any);
   }
   const int step = tile_keys(hd);
-  for (Int64 begin = lo; begin <= hi; begin += step) {
-    const int count = static_cast<int>(min_of(step, hi - begin + 1));
+  for (Int64 begin = any.begin; begin < any.end; begin += step) {
+    const int count = static_cast<int>(smaller(step, any.end - begin));
     const KeyTile tile = pack_tile(state, begin, count);
-    const Int64 next = begin + count, next_end = min_of(hi + 1, next + step);
+    const Int64 next = begin + count, next_end = smaller(any.end, next + step);
     for (Int64 index = 0; index < blocks; ++index) {
       prefetch_tile(state, next, next_end, index, blocks);
-      const KeySpan span = span_of(state, ranges[index], index, begin, count);
+      const KeySpan span = span_of(state, keys[index], index, begin, count);
       if (span.from >= span.to) continue;
       const RowBlock block = {work.q + index * work.hd_pad * kRowBlock,
                               work.o + index * work.hd_pad * kRowBlock, work.m + index * kRowBlock,

@@ -3,14 +3,13 @@
 
 #include <cstddef>
 
-#include "shared/attn_mask.h"
+#include "cpu/rows.h"
 
 namespace forge::cpu {
 
 // All arrays of a problem and its options, as the kernels want them.
 struct ForwardCall {
   AttnParams params;
-  Int64 rep;  // query heads a kv head
   const float* q;
   const float* k;
   const float* v;
@@ -19,19 +18,15 @@ struct ForwardCall {
   float* row_sum;
 };
 
-// The rows [row_begin, row_end) of one kv head against the keys [key_begin, key_end). Row r is
-// query r / rep of the group's head r % rep: all heads of the group share what is read of k and v,
-// and rows next to each other see nearly the same keys.
+// Some rows of one kv head (rows.h) against some keys.
 struct ForwardTask {
   AttnBand band;
   Int64 b;
   Int64 kv_head;
-  Int64 row_begin;
-  Int64 row_end;
-  Int64 key_begin;
-  Int64 key_end;
-  float*
-      partial;  // null: rows are finished and stored; else they go here unfinished, as decode's do
+  IndexRange rows;
+  IndexRange keys;
+  // Null: rows are finished and stored; else they go here unfinished, as decode's do.
+  float* partial;
 };
 
 struct ForwardKernels {

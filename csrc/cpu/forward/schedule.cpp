@@ -1,7 +1,9 @@
 // The forward's schedule: which tasks there are, in which order. It depends on the problem only.
 #include <algorithm>
+#include <limits>
 
 #include "core/thread_pool.h"
+#include "core/zero_fill.h"
 #include "cpu/attention.h"
 #include "cpu/kernel_tables.h"
 #include "cpu/scratch.h"
@@ -13,8 +15,6 @@ namespace {
 constexpr Int64 kWantedTasks = 16;   // of row tiles: each packs its keys, so more cost more
 constexpr Int64 kWantedSplits = 32;  // of few rows: a split costs next to nothing
 constexpr Int64 kMostPartialFloats = Int64{1} << 20;  // 4 MiB
-
-Int64 ceil_div(Int64 a, Int64 b) { return (a + b - 1) / b; }
 
 // Everything that the schedules share.
 struct Forward {
@@ -32,11 +32,11 @@ struct Forward {
 
 // Keys of sequence b that any query sees, cut into `splits` even parts; the part `split`.
 IndexRange keys_of_split(const Forward& forward, const AttnBand& band, Int64 splits, Int64 split) {
-  const Int64 lo = visible_keys(band, 0).lo;
-  const Int64 count =
-      std::max<Int64>(0, visible_keys(band, forward.call.params.Tq - 1).hi + 1 - lo);
-  const Int64 part = ceil_div(count, splits);
-  return {lo + std::min(count, split * part), lo + std::min(count, (split + 1) * part) - 1};
+  const IndexRange keys = {visible_keys(band, 0).begin,
+                           visible_keys(band, forward.call.params.Tq - 1).end};
+  const Int64 count = std::max<Int64>(0, keys.end - keys.begin), part = ceil_div(count, splits);
+  return {keys.begin + std::min(count, split * part),
+          keys.begin + std::min(count, (split + 1) * part)};
 }
 
 // How many parts to cut the keys into so that `tasks` tasks, whose unfinished rows take `floats`,
@@ -64,17 +64,17 @@ void combine_splits(const Forward& forward, const Splits& splits) {
   constexpr Int64 kRows = 16;
   const Int64 parts = ceil_div(forward.rows, kRows), Hkv = forward.call.params.Hkv;
   parallel_for((splits.end - splits.begin) * Hkv * parts, [&](Int64 index, int) {
-    const Int64 head = index / parts;
+    const KvHead head = kv_head_at(forward.call.params, splits.begin * Hkv + index / parts);
     CombineTask task;
-    task.b = splits.begin + head / Hkv;
-    task.kv_head = head % Hkv;
+    task.b = head.b;
+    task.kv_head = head.head;
     task.band = forward.band(task.b);
-    task.row_begin = index % parts * kRows;
-    task.row_end = std::min(forward.rows, task.row_begin + kRows);
+    const Int64 first = index % parts * kRows;
+    task.rows = {first, std::min(forward.rows, first + kRows)};
     task.splits = splits.splits;
     task.split_floats = splits.floats;
     task.partial = splits.at(task.b, 0) +
-                   (task.kv_head * forward.rows + task.row_begin) * forward.row_floats();
+                   (task.kv_head * forward.rows + task.rows.begin) * forward.row_floats();
     forward.kernels.decode.combine(forward.call, task);
   });
 }
@@ -88,11 +88,8 @@ void decode_sequences(const Forward& forward, const Splits& splits, Int64 groups
     DecodeTask task;
     task.b = splits.begin + part / splits.splits;
     task.band = forward.band(task.b);
-    task.head_begin = group * Hkv / groups;
-    task.head_end = (group + 1) * Hkv / groups;
-    const IndexRange keys = keys_of_split(forward, task.band, splits.splits, split);
-    task.key_begin = keys.lo;
-    task.key_end = keys.hi + 1;
+    task.heads = {group * Hkv / groups, (group + 1) * Hkv / groups};
+    task.keys = keys_of_split(forward, task.band, splits.splits, split);
     task.partial = splits.at(task.b, split);
     forward.kernels.decode.run(forward.call, task);
   });
@@ -130,7 +127,7 @@ Int64 rows_a_task(const Forward& forward) {
   const Int64 least = std::max(kFewRows, std::min(kManyRows, rows_for(kFewTasks)));
   const Int64 size = std::min(most, std::max(least, rows_for(kWantedTasks)));
   const Int64 tiles = ceil_div(forward.rows, size);
-  return ceil_div(ceil_div(forward.rows, tiles), row_block) * row_block;
+  return round_up(ceil_div(forward.rows, tiles), row_block);
 }
 
 // Many rows: row blocks in lanes against packed key tiles.
@@ -151,21 +148,19 @@ void run_tiles(const Forward& forward) {
   splits.partial = reinterpret_cast<float*>(scratch.data() + bytes * workers);
   // Last rows first: under a causal mask they see the most keys.
   parallel_for(tasks, threads, [&](Int64 index, int worker) {
-    const Int64 part = index / forward.heads, head = index % forward.heads;
+    const Int64 part = index / forward.heads;
+    const KvHead head = kv_head_at(params, index % forward.heads);
     const Int64 tile = tiles - 1 - part / splits.splits, split = part % splits.splits;
     ForwardTask task;
-    task.b = head / params.Hkv;
-    task.kv_head = head % params.Hkv;
+    task.b = head.b;
+    task.kv_head = head.head;
     task.band = forward.band(task.b);
-    task.row_begin = tile * step;
-    task.row_end = std::min(forward.rows, task.row_begin + step);
-    const IndexRange keys = keys_of_split(forward, task.band, splits.splits, split);
-    task.key_begin = keys.lo;
-    task.key_end = keys.hi + 1;
+    task.rows = {tile * step, std::min(forward.rows, (tile + 1) * step)};
+    task.keys = keys_of_split(forward, task.band, splits.splits, split);
     task.partial = nullptr;
     if (split_keys) {
       task.partial = splits.at(task.b, split) +
-                     (task.kv_head * forward.rows + task.row_begin) * forward.row_floats();
+                     (task.kv_head * forward.rows + task.rows.begin) * forward.row_floats();
     }
     forward.kernels.forward.run(forward.call, task,
                                 scratch.data() + bytes * static_cast<std::size_t>(worker));
@@ -173,24 +168,26 @@ void run_tiles(const Forward& forward) {
   if (split_keys) combine_splits(forward, splits);
 }
 
+// Every row is dead.
+void forward_without_keys(const Problem& problem, const ForwardArrays<float>& arrays) {
+  const AttnParamsOf<double>& params = problem.params;
+  const Int64 rows = params.B * params.H * params.Tq;
+  fill_zero(arrays.o, params.o, params, params.Tq, params.H);
+  std::fill_n(arrays.stats.row_max, rows, -std::numeric_limits<float>::infinity());
+  std::fill_n(arrays.stats.row_sum, rows, 0.0f);
+}
+
 }  // namespace
 
 void attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays, CpuTarget target) {
   const AttnParams params = params_as<float>(problem);
   if (params.B == 0 || params.Tq == 0) return;
-  const Int64 rep = params.H / params.Hkv;
-  const ForwardCall call = {params,
-                            rep,
-                            arrays.q,
-                            arrays.k,
-                            arrays.v,
-                            arrays.o,
-                            arrays.stats.row_max,
-                            arrays.stats.row_sum};
-  const Forward forward = {problem, call, kernel_tables(target), rep * params.Tq,
-                           params.B * params.Hkv};
-  const DecodeKernels& decode = forward.kernels.decode;
-  if (forward.rows <= decode.most_rows && params.hd <= decode.most_head_size && params.Tk >= 128) {
+  if (params.Tk == 0) return forward_without_keys(problem, arrays);
+  const ForwardCall call = {
+      params, arrays.q, arrays.k, arrays.v, arrays.o, arrays.stats.row_max, arrays.stats.row_sum};
+  const Forward forward = {problem, call, kernel_tables(target), rows_of_group(params),
+                           kv_heads(params)};
+  if (forward.rows <= forward.kernels.decode.most_rows && params.Tk >= 128) {
     run_decode(forward);
   } else {
     run_tiles(forward);

@@ -15,19 +15,19 @@ constexpr int kRowBlock = kRowVecs * kLanes;
 constexpr int kStep = kVectorRegisters == 32 ? 8 : 6;
 
 // The keys [from, to) of the tile that a row block works on. In [full_from, full_to) every row sees
-// every key; elsewhere row lane sees lo[lane] <= key <= hi[lane].
+// every key; elsewhere row lane sees seen_from[lane] <= key < seen_to[lane].
 struct KeySpan {
   int from;
   int to;
   int full_from;
   int full_to;
-  IntVec lo[kRowVecs];
-  IntVec hi[kRowVecs];
+  IntVec seen_from[kRowVecs];
+  IntVec seen_to[kRowVecs];
 };
 
 FORGE_INLINE IntVec sees(const KeySpan& span, int key, int c) {
   const IntVec at = broadcast_int(key);
-  return (at >= span.lo[c]) & (at <= span.hi[c]);
+  return (at >= span.seen_from[c]) & (at < span.seen_to[c]);
 }
 
 // One row block: its state and its operands.
