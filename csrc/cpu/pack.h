@@ -1,7 +1,7 @@
 // Copies between rows in the arrays' own strides and the layouts that the kernels read.
 #pragma once
 
-#include "cpu/simd.h"
+#include "cpu/stored.h"
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
@@ -9,13 +9,16 @@ namespace {
 // Rows of one head lie too far apart for hardware prefetchers.
 constexpr int kRowsAhead = 16;
 
-FORGE_INLINE void prefetch_row(const Real* row, Int64 n) {
-  for (Int64 d = 0; d < n; d += 16) __builtin_prefetch(row + d, 0, 2);
+template <typename Stored>
+FORGE_INLINE void prefetch_row(const Stored* row, Int64 n) {
+  constexpr Int64 kLine = 64 / sizeof(Stored);
+  for (Int64 d = 0; d < n; d += kLine) __builtin_prefetch(row + d, 0, 2);
 }
 
 // kLanes rows of n elements become n vectors, `stride` elements apart. Up to kLanes - 1 vectors
 // past them are overwritten.
-FORGE_INLINE void rows_to_lanes(const Real* const (&rows)[kLanes], Int64 n, Real* lanes,
+template <typename Stored>
+FORGE_INLINE void rows_to_lanes(const Stored* const (&rows)[kLanes], Int64 n, Real* lanes,
                                 Int64 stride) {
   Int64 d = 0;
   for (; d + 4 <= n; d += 4) {
@@ -38,8 +41,9 @@ FORGE_INLINE void rows_to_lanes(const Real* const (&rows)[kLanes], Int64 n, Real
 }
 
 // The way back, each row times its lane of `factor`; `zeroed` lanes give zeros whatever they hold.
+template <typename Stored>
 FORGE_INLINE void lanes_to_rows(const Real* lanes, Int64 stride, Int64 n, Vec factor, IntVec zeroed,
-                                Real* const (&rows)[kLanes]) {
+                                Stored* const (&rows)[kLanes]) {
   for (Int64 d = 0; d < n; d += kLanes) {
     Vec block[kLanes];
     FORGE_UNROLL
@@ -55,7 +59,8 @@ FORGE_INLINE void lanes_to_rows(const Real* lanes, Int64 stride, Int64 n, Vec fa
 }
 
 // `count` rows of n elements, one after the other at `to_stride`; then zero rows up to `padded`.
-FORGE_INLINE void copy_rows(const Real* from, Int64 from_stride, Int64 n, int count, int padded,
+template <typename Stored>
+FORGE_INLINE void copy_rows(const Stored* from, Int64 from_stride, Int64 n, int count, int padded,
                             Real* to, Int64 to_stride) {
   for (int row = 0; row < count; ++row) {
     prefetch_row(from + (row + kRowsAhead) * from_stride, row + kRowsAhead < count ? n : 0);
@@ -69,8 +74,8 @@ FORGE_INLINE void copy_rows(const Real* from, Int64 from_stride, Int64 n, int co
 }
 
 // One row's part of the panels. Returns 0 * x summed: NaN if any x is not finite.
-template <int Width>
-FORGE_INLINE Vec row_to_panels(const Real* row, Int64 n, Real* to, Int64 panel_stride, Vec zero) {
+template <int Width, typename Stored>
+FORGE_INLINE Vec row_to_panels(const Stored* row, Int64 n, Real* to, Int64 panel_stride, Vec zero) {
   constexpr int kPanels = kLanes >= 2 * Width ? 2 : 1;  // filled by one vector
   for (Int64 d = 0; d < n; d += kPanels * Width, to += kPanels * panel_stride) {
     FORGE_UNROLL
@@ -87,13 +92,13 @@ FORGE_INLINE Vec row_to_panels(const Real* row, Int64 n, Real* to, Int64 panel_s
 // Panels of Width columns, each holding its part of every row, row after row; panels lie
 // panel_stride elements apart, which leaves kLanes of slack. Returns whether every element is
 // finite.
-template <int Width>
-FORGE_INLINE bool rows_to_panels(const Real* from, Int64 from_stride, Int64 n, int count, Real* to,
-                                 Int64 panel_stride) {
+template <int Width, typename Stored>
+FORGE_INLINE bool rows_to_panels(const Stored* from, Int64 from_stride, Int64 n, int count,
+                                 Real* to, Int64 panel_stride) {
   // Each store runs into the next row's place, which is written later. Two sums, for their latency.
   Vec zero_even{}, zero_odd{};
   for (int row = 0; row < count; row += 2) {
-    const Real* source = from + row * from_stride;
+    const Stored* source = from + row * from_stride;
     prefetch_row(source + kRowsAhead * from_stride, row + kRowsAhead < count ? n : 0);
     prefetch_row(source + (kRowsAhead + 1) * from_stride, row + kRowsAhead + 1 < count ? n : 0);
     zero_even = row_to_panels<Width>(source, n, to + row * Width, panel_stride, zero_even);

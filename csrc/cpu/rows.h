@@ -4,7 +4,7 @@
 // memory.
 #pragma once
 
-#include "shared/attn_mask.h"
+#include "core/problem.h"
 
 namespace forge::cpu {
 

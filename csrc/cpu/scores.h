@@ -1,6 +1,5 @@
 // The scores. Forward, decode and every backward sweep get s_ij from here, which is why it is the
-// same float in all of them: one fma chain over d, ascending, from zero; times scale; then the
-// softcap. Only decode's score_keys, which has its keys in registers, runs that chain itself. Edges
+// same float in all of them: one fma chain over d, ascending, from zero; then the score map. Edges
 // and tails change how many chains run side by side, never a chain.
 #pragma once
 
@@ -8,6 +7,9 @@
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
+
+// One step of a chain.
+FORGE_INLINE Vec chain_step(Vec row, Vec lane, Vec sum) { return fma(row, lane, sum); }
 
 // acc[r][c] = chain over d of row(r)[d] * lanes[d][c * kLanes ...]: Rows rows against Vecs vectors
 // of a panel that holds its vectors d by d, `lane_stride` elements apart. Which side is the query
@@ -28,7 +30,7 @@ FORGE_INLINE void dot_chains(const RowAt& row_at, const Real* lanes, Int64 lane_
     for (int r = 0; r < Rows; ++r) {
       const Vec row = broadcast(row_at(r)[d]);
       FORGE_UNROLL
-      for (int c = 0; c < Vecs; ++c) acc[r][c] = fma(row, lane[c], acc[r][c]);
+      for (int c = 0; c < Vecs; ++c) acc[r][c] = chain_step(row, lane[c], acc[r][c]);
     }
   }
 }
@@ -79,36 +81,48 @@ FORGE_INLINE void dot_rows(const Real* const* rows, const Real* lanes, Int64 lan
   }
 }
 
-// From the dot product to the score.
-struct ScoreMap {
-  Real scale;
-  Real softcap;          // 0: off
-  Real inverse_softcap;  // finite
+// Where a vector of scores stands: the pair of its first lane, as numbers of a row of the kv head
+// and of a key of the sequence.
+struct PairPlace {
+  Int64 row;
+  Int64 key;
 };
 
-FORGE_INLINE ScoreMap score_map(Real scale, Real softcap) {
-  ScoreMap map;
-  map.scale = scale;
-  map.softcap = softcap;
-  map.inverse_softcap = softcap > 0 ? 1 / softcap : 0;
+// What happens to a score between the dot product and the maximum. A map has
+//   score(dot, place)         the score
+//   score(dot, place, slope)  likewise, and its derivative by scale * dot where kHasSlope
+struct ScaledMap {
+  static constexpr bool kHasSlope = false;
+  Real scale;
+
+  FORGE_MEMBER Vec score(Vec dot, PairPlace) const { return dot * broadcast(scale); }
+  FORGE_MEMBER Vec score(Vec dot, PairPlace place, Vec&) const { return score(dot, place); }
+};
+
+struct CappedMap {
+  static constexpr bool kHasSlope = true;
+  Real scale;
+  Real softcap;
+  Real inverse_softcap;  // finite
+
+  FORGE_MEMBER Vec tanh_of(Vec dot) const {
+    return tanh(dot * broadcast(scale) * broadcast(inverse_softcap));
+  }
+  FORGE_MEMBER Vec score(Vec dot, PairPlace) const { return broadcast(softcap) * tanh_of(dot); }
+  FORGE_MEMBER Vec score(Vec dot, PairPlace, Vec& slope) const {
+    const Vec t = tanh_of(dot);
+    slope = broadcast(1) - t * t;
+    return broadcast(softcap) * t;
+  }
+};
+
+// body(map) with the map of a call: chosen here, once, so that the loops below do not ask.
+template <typename Body>
+FORGE_INLINE void with_score_map(const AttnParams& params, const Body& body) {
+  if (!(params.softcap > 0)) return body(ScaledMap{params.scale});
   // 1 / softcap overflows below 2^-128; then no two scores differ by more than exp can tell from 0.
-  if (map.inverse_softcap > 3.40282347e38f) map.inverse_softcap = 3.40282347e38f;
-  return map;
-}
-
-// tanh_x, only with Capped: tanh(x / softcap), for the backward's factor 1 - tanh_x^2.
-template <bool Capped>
-FORGE_INLINE Vec score_of(Vec dot, const ScoreMap& map, Vec& tanh_x) {
-  const Vec x = dot * broadcast(map.scale);
-  if (!Capped) return x;
-  tanh_x = tanh(x * broadcast(map.inverse_softcap));
-  return broadcast(map.softcap) * tanh_x;
-}
-
-template <bool Capped>
-FORGE_INLINE Vec score_of(Vec dot, const ScoreMap& map) {
-  Vec unused;
-  return score_of<Capped>(dot, map, unused);
+  const Real inverse = 1 / params.softcap, largest = 3.40282347e38f;
+  body(CappedMap{params.scale, params.softcap, inverse > largest ? largest : inverse});
 }
 
 }  // namespace

@@ -131,44 +131,6 @@ FORGE_INLINE bool any(IntVec mask) {
 #endif
 }
 
-// Four elements from each of kLanes / 4 places, `rows` pointers apart, one 128-bit part each.
-FORGE_INLINE Vec load_quads(const Real* const* rows, std::int64_t at) {
-  typedef Real Quad __attribute__((vector_size(16), aligned(sizeof(Real)), may_alias));
-  const auto quad = [&](int row) { return *reinterpret_cast<const Quad*>(rows[row] + at); };
-#if defined(__AVX512F__)
-  const auto low = __builtin_shufflevector(quad(0), quad(4), 0, 1, 2, 3, 4, 5, 6, 7);
-  const auto high = __builtin_shufflevector(quad(8), quad(12), 0, 1, 2, 3, 4, 5, 6, 7);
-  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-#elif defined(__AVX2__)
-  return __builtin_shufflevector(quad(0), quad(4), 0, 1, 2, 3, 4, 5, 6, 7);
-#else
-  return quad(0);
-#endif
-}
-
-// The first n lanes (0 <= n <= kLanes) from memory, zeros after; nothing past them is touched.
-FORGE_INLINE Vec load_partial(const Real* from, int n) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1u), from);
-#elif defined(__AVX2__)
-  return (Vec)_mm256_maskload_ps(from, (__m256i)(lane_numbers() < n));
-#else
-  Vec x{};
-  for (int lane = 0; lane < n; ++lane) x[lane] = from[lane];
-  return x;
-#endif
-}
-
-FORGE_INLINE void store_partial(Real* to, Vec x, int n) {
-#if defined(__AVX512F__)
-  _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << n) - 1u), (__m512)x);
-#elif defined(__AVX2__)
-  _mm256_maskstore_ps(to, (__m256i)(lane_numbers() < n), (__m256)x);
-#else
-  for (int lane = 0; lane < n; ++lane) to[lane] = x[lane];
-#endif
-}
-
 // The upper half of the lanes.
 FORGE_INLINE void store_high_half(Real* to, Vec x) {
   typedef Real Half __attribute__((vector_size(kVecBytes / 2), aligned(sizeof(Real)), may_alias));
@@ -179,20 +141,6 @@ FORGE_INLINE void store_high_half(Real* to, Vec x) {
 #else
   *reinterpret_cast<Half*>(to) = __builtin_shufflevector(x, x, 2, 3);
 #endif
-}
-
-// One vector of a row of n elements that starts at element `at`: whole, partial, or zeros past it.
-FORGE_INLINE Vec load_within(const Real* row, std::int64_t at, std::int64_t n) {
-  if (at + kLanes <= n) return load(row + at);
-  return at < n ? load_partial(row + at, static_cast<int>(n - at)) : Vec{};
-}
-
-FORGE_INLINE void store_within(Real* row, std::int64_t at, std::int64_t n, Vec x) {
-  if (at + kLanes <= n) {
-    store(row + at, x);
-  } else if (at < n) {
-    store_partial(row + at, x, static_cast<int>(n - at));
-  }
 }
 
 // Lane i and the lane `distance` away change places; distance is a power of two.

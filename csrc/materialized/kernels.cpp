@@ -4,10 +4,12 @@
 
 #include <limits>
 
-#include "shared/attn_math.h"
+#include "shared/attn_row.h"
 
 namespace forge::materialized {
 namespace {
+
+// Sums go on where they lie, in the outputs: these have the type that is computed in.
 
 template <typename Real>
 FORGE_INLINE Real dot(const Real* a, const Real* b, Int32 hd) {
@@ -77,8 +79,9 @@ void fwd(const AttnParamsOf<Real>& params, const AttnRange* ranges,
       p[j] = p[j] * inverse;
       add_scaled(o, p[j], v + j * params.v.row, params.hd);
     }
-    arrays.stats.row_max[row] = m;
-    arrays.stats.row_sum[row] = l;
+    const AttnRow<Real> finished = finished_row(!is_empty(keys), m, l);
+    arrays.stats.row_max[row] = finished.m;
+    arrays.stats.row_sum[row] = finished.l;
   }
 }
 

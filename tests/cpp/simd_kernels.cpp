@@ -2,6 +2,7 @@
 #include "simd_kernels.h"
 
 #include "cpu/simd_math.h"
+#include "cpu/stored.h"
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {

@@ -6,27 +6,23 @@ namespace forge::cpu::FORGE_TARGET {
 namespace {
 
 void scores(const BackwardProblem& problem, const BackwardBlock& block) {
-  if (block.tiling.capped) {
-    if (block.edge)
-      score_tile<true, true>(problem, block);
-    else
-      score_tile<false, true>(problem, block);
-  } else {
-    if (block.edge)
-      score_tile<true, false>(problem, block);
-    else
-      score_tile<false, false>(problem, block);
-  }
+  with_score_map(problem.params, [&](const auto& map) {
+    if (block.edge) {
+      score_tile<true>(block, map);
+    } else {
+      score_tile<false>(block, map);
+    }
+  });
 }
 
 void key_gradients(const BackwardProblem& problem, const BackwardBlock& block, bool add) {
   const AttnParams& params = problem.params;
   const Int64 vecs = block.tiling.channels / kLanes, keys = block.tile_keys;
-  const Int64 first = block.tile_begin;
-  Real* dv = problem.arrays.dv + element_offset(params.dv, block.b, first, block.kv_head);
-  Real* dk = problem.arrays.dk + element_offset(params.dk, block.b, first, block.kv_head);
-  const Sink to_dv{dv, params.dv.row, keys, params.hd, 1, add};
-  const Sink to_dk{dk, params.dk.row, keys, params.hd, params.scale, add};
+  const auto sink = [&](const GradientSum& sum, Real alpha) {
+    Real* at = sum.data + element_offset(sum.strides, block.b, block.tile_begin, block.kv_head);
+    return Sink{at, sum.strides.row, keys, params.hd, alpha, add};
+  };
+  const Sink to_dv = sink(problem.dv, 1), to_dk = sink(problem.dk, params.scale);
   for_panels<kChannelVecs>(vecs, KeyGradient{block, block.p, block.dout_rows, to_dv});
   for_panels<kChannelVecs>(vecs, KeyGradient{block, block.ds, block.q_rows, to_dk});
 }

@@ -12,9 +12,17 @@
 
 namespace forge::cpu {
 
+// Where dk or dv is summed up: float32, tile by tile. The output itself, if that is float32.
+struct GradientSum {
+  float* data;
+  AttnStrides strides;
+};
+
 struct BackwardProblem {
   AttnParamsOf<float> params;
   BackwardArrays<float> arrays;
+  GradientSum dk;
+  GradientSum dv;
   const AttnRange* ranges;
   bool accumulate;
 };
@@ -27,7 +35,6 @@ struct BackwardTiling {
   Int64 channels;     // hd rounded up to the target's lanes
   Int64 key_stride;   // of a packed key
   Int64 pair_stride;  // of a key's row of p and ds
-  bool capped;
 };
 
 struct BackwardBlock {
@@ -59,7 +66,7 @@ struct BackwardBlock {
   float* v;
   float* p;  // [key][pair_stride]
   float* ds;
-  float* slope;      // 1 - tanh^2, with softcap only
+  float* slope;      // of the score map (scores.h), if it has one
   Int32* seen_from;  // [row], where edge: `seen`, counted from tile_begin
   Int32* seen_to;
 };

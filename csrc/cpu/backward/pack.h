@@ -3,13 +3,15 @@
 
 #include "cpu/backward/kernel.h"
 #include "cpu/panels.h"
+#include "cpu/stored.h"
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 
 // Rows lie far apart, where hardware prefetchers do not look.
-FORGE_INLINE void prefetch(const Real* row, Int64 n) {
-  constexpr Int64 kLine = 64 / sizeof(Real);
+template <typename Stored>
+FORGE_INLINE void prefetch(const Stored* row, Int64 n) {
+  constexpr Int64 kLine = 64 / sizeof(Stored);
   for (Int64 at = 0; at < n; at += kLine) __builtin_prefetch(row + at);
 }
 
@@ -26,9 +28,9 @@ struct RowGroup {
 // A group's rows into the panels of channels and, transposed, into their column of a panel of rows;
 // null rows as zeros. Whole: no null rows, no partial vectors. Returns NaN lanes where an element
 // is not finite, else zeros.
-template <bool Whole>
+template <bool Whole, typename Stored>
 FORGE_INLINE Vec pack_rows(const BackwardTiling& tiling, const RowGroup& group,
-                           const Real* const (&rows)[kLanes], Real* channels, Real* lanes) {
+                           const Stored* const (&rows)[kLanes], Real* channels, Real* lanes) {
   const Int64 vecs = tiling.channels / kLanes, step = group.width * kLanes;
   Real* column = lanes + group.panel * kLanes * tiling.hd + group.column * kLanes;
   Vec zeros{};
@@ -56,9 +58,8 @@ FORGE_INLINE Vec pack_rows(const BackwardTiling& tiling, const RowGroup& group,
 }
 
 // The dot products of kLanes pairs of rows, one a lane; 0 for null rows.
-template <bool Whole>
-FORGE_INLINE Vec dot_pairs(const Real* const (&a)[kLanes], const Real* const (&b)[kLanes],
-                           Int64 n) {
+template <bool Whole, typename A, typename B>
+FORGE_INLINE Vec dot_pairs(const A* const (&a)[kLanes], const B* const (&b)[kLanes], Int64 n) {
   Vec sums[kLanes];
   FORGE_UNROLL
   for (int j = 0; j < kLanes; ++j) {
@@ -78,56 +79,74 @@ FORGE_INLINE Vec dot_pairs(const Real* const (&a)[kLanes], const Real* const (&b
   return sums[0];
 }
 
-template <bool Whole>
+// The arrays that hold query rows.
+template <typename Stored, typename Out>
+struct RowArrays {
+  const Stored* q;
+  const Stored* dout;
+  const Out* o;
+};
+
+// The rows of a group in the arrays, null where they count for nothing.
+template <typename Stored, typename Out>
+struct RowsOf {
+  const Stored* q[kLanes];
+  const Stored* dout[kLanes];
+  const Out* o[kLanes];
+};
+
+template <bool Whole, typename Stored, typename Out>
 FORGE_INLINE Vec pack_group(BackwardBlock& block, const RowGroup& group,
-                            const Real* const (&q)[kLanes], const Real* const (&dout)[kLanes],
-                            const Real* const (&o)[kLanes]) {
+                            const RowsOf<Stored, Out>& rows) {
   const BackwardTiling& tiling = block.tiling;
-  store(block.d_row + group.first, dot_pairs<Whole>(dout, o, tiling.hd));
-  return pack_rows<Whole>(tiling, group, q, block.q_rows, block.q_lanes) +
-         pack_rows<Whole>(tiling, group, dout, block.dout_rows, block.dout_lanes);
+  store(block.d_row + group.first, dot_pairs<Whole>(rows.dout, rows.o, tiling.hd));
+  return pack_rows<Whole>(tiling, group, rows.q, block.q_rows, block.q_lanes) +
+         pack_rows<Whole>(tiling, group, rows.dout, block.dout_rows, block.dout_lanes);
 }
 
 // Packs a group of rows; `place` is that of its first and moves to that of the next group.
-FORGE_INLINE Vec load_group(const BackwardProblem& problem, BackwardBlock& block,
-                            const RowGroup& group, RowCursor& place) {
+template <typename Stored, typename Out>
+FORGE_INLINE Vec load_group(const BackwardProblem& problem, const RowArrays<Stored, Out>& arrays,
+                            BackwardBlock& block, const RowGroup& group, RowCursor& place) {
   const AttnParams& params = problem.params;
-  const BackwardArrays<Real>& arrays = problem.arrays;
-  const Real *q[kLanes], *dout[kLanes], *o[kLanes];
+  RowsOf<Stored, Out> rows = {};
   Int64 stats_at[kLanes];
   const Int64 present = block.rows - group.first;
   for (int j = 0; j < kLanes; ++j) {
-    const Int64 r = group.first + j;
+    const Int64 r = group.first + j, b = block.b, i = place.query, h = place.head;
     const bool live = contains(block.live, r);
-    stats_at[j] = j < present ? row_index(params, block.b, place.head, place.query) : -1;
-    q[j] = live ? arrays.q + element_offset(params.q, block.b, place.query, place.head) : nullptr;
-    dout[j] = live ? arrays.dout + element_offset(params.dout, block.b, place.query, place.head)
-                   : nullptr;
-    o[j] = live ? arrays.o + element_offset(params.o, block.b, place.query, place.head) : nullptr;
-    block.row_max[r] = live ? arrays.stats.row_max[stats_at[j]] : 0;
-    block.inverse_sum[r] = live ? 1 / arrays.stats.row_sum[stats_at[j]] : 0;
+    stats_at[j] = j < present ? row_index(params, b, h, i) : -1;
+    if (live) {
+      rows.q[j] = arrays.q + element_offset(params.q, b, i, h);
+      rows.dout[j] = arrays.dout + element_offset(params.dout, b, i, h);
+      rows.o[j] = arrays.o + element_offset(params.o, b, i, h);
+    }
+    block.row_max[r] = live ? problem.arrays.stats.row_max[stats_at[j]] : 0;
+    block.inverse_sum[r] = live ? 1 / problem.arrays.stats.row_sum[stats_at[j]] : 0;
     if (j < present) place.next();
   }
   const bool whole = contains(block.live, group.first) &&
                      contains(block.live, group.first + kLanes - 1) && params.hd % kLanes == 0;
-  const Vec zeros = whole ? pack_group<true>(block, group, q, dout, o)
-                          : pack_group<false>(block, group, q, dout, o);
+  const Vec zeros =
+      whole ? pack_group<true>(block, group, rows) : pack_group<false>(block, group, rows);
   for (int j = 0; j < kLanes && j < present; ++j) {
     Real& d = block.d_row[group.first + j];
-    if (arrays.dlse && q[j]) d -= arrays.dlse[stats_at[j]];
+    if (problem.arrays.dlse && rows.q[j]) d -= problem.arrays.dlse[stats_at[j]];
   }
   return zeros;
 }
 
-FORGE_INLINE void prefetch_row(const BackwardProblem& problem, Int64 b, const RowCursor& place) {
-  const AttnParams& params = problem.params;
-  prefetch(problem.arrays.q + element_offset(params.q, b, place.query, place.head), params.hd);
-  prefetch(problem.arrays.o + element_offset(params.o, b, place.query, place.head), params.hd);
-  prefetch(problem.arrays.dout + element_offset(params.dout, b, place.query, place.head),
-           params.hd);
+template <typename Stored, typename Out>
+FORGE_INLINE void prefetch_row(const AttnParams& params, const RowArrays<Stored, Out>& arrays,
+                               Int64 b, const RowCursor& at) {
+  prefetch(arrays.q + element_offset(params.q, b, at.query, at.head), params.hd);
+  prefetch(arrays.o + element_offset(params.o, b, at.query, at.head), params.hd);
+  prefetch(arrays.dout + element_offset(params.dout, b, at.query, at.head), params.hd);
 }
 
-void load_rows(const BackwardProblem& problem, BackwardBlock& block) {
+template <typename Stored, typename Out>
+FORGE_INLINE void load_rows_of(const BackwardProblem& problem, const RowArrays<Stored, Out>& arrays,
+                               BackwardBlock& block) {
   const BackwardTiling& tiling = block.tiling;
   const Int64 row_vecs = ceil_div(block.rows, kLanes);
   RowCursor place = row_cursor(problem.params, block.kv_head, block.row_begin);
@@ -139,10 +158,10 @@ void load_rows(const BackwardProblem& problem, BackwardBlock& block) {
     for (int column = 0; column < width; ++column) {
       const Int64 first = (panel + column) * kLanes;
       for (; prefetched < first + 2 * kLanes && prefetched < block.rows; ++prefetched) {
-        prefetch_row(problem, block.b, ahead);
+        prefetch_row(problem.params, arrays, block.b, ahead);
         ahead.next();
       }
-      zeros = zeros + load_group(problem, block, {first, panel, width, column}, place);
+      zeros = zeros + load_group(problem, arrays, block, {first, panel, width, column}, place);
     }
     panel += width;
   }
@@ -151,7 +170,13 @@ void load_rows(const BackwardProblem& problem, BackwardBlock& block) {
   for (Int64 at = 0; at < elements; at += kLanes) store(block.dq + at, Vec{});
 }
 
-FORGE_INLINE Vec pack_key(const BackwardTiling& tiling, const Real* from, Real* to) {
+void load_rows(const BackwardProblem& problem, BackwardBlock& block) {
+  const BackwardArrays<Real>& arrays = problem.arrays;
+  load_rows_of(problem, RowArrays<Real, Real>{arrays.q, arrays.dout, arrays.o}, block);
+}
+
+template <typename Stored>
+FORGE_INLINE Vec pack_key(const BackwardTiling& tiling, const Stored* from, Real* to) {
   Vec zeros{};
   for (Int64 at = 0; at < tiling.channels; at += kLanes) {
     const Vec x = load_within(from, at, tiling.hd);
@@ -161,26 +186,27 @@ FORGE_INLINE Vec pack_key(const BackwardTiling& tiling, const Real* from, Real* 
   return zeros;
 }
 
-void load_keys(const BackwardProblem& problem, BackwardBlock& block) {
-  const AttnParams& params = problem.params;
+template <typename Stored>
+FORGE_INLINE void load_keys_of(const AttnParams& params, const Stored* k, const Stored* v,
+                               BackwardBlock& block) {
   const BackwardTiling& tiling = block.tiling;
+  k += element_offset(params.k, block.b, block.tile_begin, block.kv_head);
+  v += element_offset(params.v, block.b, block.tile_begin, block.kv_head);
+  const Int64 left = params.Tk - block.tile_begin;
   Vec zeros{};
   for (Int64 key = 0; key < block.tile_keys; ++key) {
-    const Int64 j = block.tile_begin + key;
-    if (j + tiling.keys < params.Tk) {  // of the next tile
-      const Int64 next = j + tiling.keys;
-      prefetch(problem.arrays.k + element_offset(params.k, block.b, next, block.kv_head),
-               params.hd);
-      prefetch(problem.arrays.v + element_offset(params.v, block.b, next, block.kv_head),
-               params.hd);
+    if (key + tiling.keys < left) {  // of the next tile
+      prefetch(k + (key + tiling.keys) * params.k.row, params.hd);
+      prefetch(v + (key + tiling.keys) * params.v.row, params.hd);
     }
-    zeros = zeros + pack_key(tiling,
-                             problem.arrays.k + element_offset(params.k, block.b, j, block.kv_head),
-                             block.k + key * tiling.key_stride);
-    pack_key(tiling, problem.arrays.v + element_offset(params.v, block.b, j, block.kv_head),
-             block.v + key * tiling.key_stride);
+    zeros = zeros + pack_key(tiling, k + key * params.k.row, block.k + key * tiling.key_stride);
+    pack_key(tiling, v + key * params.v.row, block.v + key * tiling.key_stride);
   }
   block.keys_finite = all_zero(zeros);
+}
+
+void load_keys(const BackwardProblem& problem, BackwardBlock& block) {
+  load_keys_of(problem.params, problem.arrays.k, problem.arrays.v, block);
   const bool padded = block.rows % kLanes != 0 || block.live.end - block.live.begin != block.rows;
   const bool whole =
       block.all.begin <= block.tile_begin && block.tile_begin + block.tile_keys <= block.all.end;
@@ -199,15 +225,15 @@ void load_keys(const BackwardProblem& problem, BackwardBlock& block) {
   }
 }
 
-// The finished dq to its place: the partial sums [count][rows][channels] added up in this order.
-void store_dq(const BackwardProblem& problem, const BackwardBlock& block, const Real* partial,
-              Int64 count) {
+template <typename Stored>
+FORGE_INLINE void store_dq_as(const BackwardProblem& problem, const BackwardBlock& block,
+                              const Real* partial, Int64 count, Stored* dq) {
   const AttnParams& params = problem.params;
   const BackwardTiling& tiling = block.tiling;
   const Vec scale = broadcast(params.scale);
   RowCursor place = row_cursor(params, block.kv_head, block.row_begin);
   for (Int64 r = 0; r < block.rows; ++r, place.next()) {
-    Real* to = problem.arrays.dq + element_offset(params.dq, block.b, place.query, place.head);
+    Stored* to = dq + element_offset(params.dq, block.b, place.query, place.head);
     const bool live = contains(block.live, r);
     if (!live && problem.accumulate) continue;
     for (Int64 at = 0; at < tiling.channels; at += kLanes) {
@@ -220,6 +246,11 @@ void store_dq(const BackwardProblem& problem, const BackwardBlock& block, const 
       store_within(to, at, tiling.hd, sum);
     }
   }
+}
+
+void store_dq(const BackwardProblem& problem, const BackwardBlock& block, const Real* partial,
+              Int64 count) {
+  store_dq_as(problem, block, partial, count, problem.arrays.dq);
 }
 
 }  // namespace

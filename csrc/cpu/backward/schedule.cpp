@@ -62,7 +62,6 @@ Plan make_plan(const AttnParams& params, const BackwardKernels& kernels) {
   // An odd number of cache lines, so that a column of keys falls into different sets.
   tiling.key_stride = (ceil_div(tiling.channels, kLine) | 1) * kLine;
   tiling.pair_stride = (ceil_div(tiling.rows + plan.tile_rows, kLine) | 1) * kLine;
-  tiling.capped = params.softcap > 0;
   plan.blocks = ceil_div(plan.group_rows, tiling.rows);
   plan.tiles = ceil_div(params.Tk, tiling.keys);
   plan.splits = plan.blocks == 1 ? std::clamp<Int64>(params.Tk / kSplitKeys, 1, kMostSplits) : 1;
@@ -102,8 +101,9 @@ Int64 lay_out(const Plan& plan, char* base, BackwardBlock& block) {
   for (Int32** piece : {&block.seen_from, &block.seen_to}) arena.take(*piece, tiling.rows);
   const Int64 keys = tiling.keys + plan.tile_rows;
   for (float** piece : {&block.k, &block.v}) arena.take(*piece, keys * tiling.key_stride);
-  for (float** piece : {&block.p, &block.ds}) arena.take(*piece, keys * tiling.pair_stride);
-  if (tiling.capped) arena.take(block.slope, keys * tiling.pair_stride);
+  for (float** piece : {&block.p, &block.ds, &block.slope}) {
+    arena.take(*piece, keys * tiling.pair_stride);
+  }
   return arena.used();
 }
 
@@ -299,8 +299,10 @@ class Backward {
       for (Int64 j = 0; j < params.Tk; ++j) {
         if (seen[static_cast<std::size_t>(j / plan_.tiling.keys)]) continue;
         for (Int64 h = 0; h < params.Hkv; ++h) {
-          std::fill_n(problem_.arrays.dk + element_offset(params.dk, b, j, h), params.hd, 0.0f);
-          std::fill_n(problem_.arrays.dv + element_offset(params.dv, b, j, h), params.hd, 0.0f);
+          std::fill_n(problem_.dk.data + element_offset(problem_.dk.strides, b, j, h), params.hd,
+                      0.0f);
+          std::fill_n(problem_.dv.data + element_offset(problem_.dv.strides, b, j, h), params.hd,
+                      0.0f);
         }
       }
     }
@@ -325,7 +327,10 @@ void attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, 
     if (!accumulate) zero_gradients(problem, arrays);
     return;
   }
-  BackwardProblem backward{params_as<float>(problem), arrays, problem.ranges.data(), accumulate};
+  const AttnParams params = params_as<float>(problem);
+  const BackwardProblem backward{
+      params,    arrays, {arrays.dk, params.dk}, {arrays.dv, params.dv}, problem.ranges.data(),
+      accumulate};
   Backward(backward, kernel_tables(target).backward).run();
 }
 

@@ -8,6 +8,7 @@
 #include "cpu/backward/kernel.h"
 #include "cpu/panels.h"
 #include "cpu/scores.h"
+#include "cpu/stored.h"
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
@@ -59,25 +60,25 @@ FORGE_INLINE IntVec visible(const BackwardBlock& block, Int64 row, Int64 key) {
   return (from <= at) & (at < to);
 }
 
-template <bool Edge, bool Capped>
+template <bool Edge, typename Map>
 struct ScorePanels {
   const BackwardBlock& block;
-  ScoreMap map;
+  const Map map;  // a copy: stores through pointers cannot change it
 
   // p from the dot products that p holds, of one row vector and `keys` keys.
   FORGE_MEMBER void probabilities(Int64 row, Int64 key, int keys) const {
     const Vec m = load(block.row_max + row), inverse = load(block.inverse_sum + row);
     for (int j = 0; j < keys; ++j) {
       Real* at = block.p + (key + j) * block.tiling.pair_stride + row;
-      Vec tanh_x;
-      Vec t = score_of<Capped>(load(at), map, tanh_x) - m;
+      const PairPlace place = {block.row_begin + row, block.tile_begin + key + j};
+      Vec slope;
+      Vec t = map.score(load(at), place, slope) - m;
       t = select(t > Vec{}, Vec{}, t);  // NaN stays
       Vec p = exp_of_nonpositive(t) * inverse;
       if (Edge) p = select(visible(block, row, key + j), p, Vec{});
       store(at, p);
-      if (Capped) {
-        store(block.slope + (key + j) * block.tiling.pair_stride + row,
-              broadcast(1) - tanh_x * tanh_x);
+      if constexpr (Map::kHasSlope) {
+        store(block.slope + (key + j) * block.tiling.pair_stride + row, slope);
       }
     }
   }
@@ -112,7 +113,7 @@ struct ScorePanels {
       for (int j = 0; j < kRows; ++j) {
         const Int64 at = base + j * tiling.pair_stride + c * kLanes;
         Vec ds = load(block.p + at) * (acc[j][c] - d);
-        if (Capped) ds = ds * load(block.slope + at);
+        if (Map::kHasSlope) ds = ds * load(block.slope + at);
         if (Edge) ds = select(visible(block, row + c * kLanes, key + j), ds, Vec{});
         store(block.ds + at, ds);
       }
@@ -148,10 +149,9 @@ struct ScorePanels {
   }
 };
 
-template <bool Edge, bool Capped>
-void score_tile(const BackwardProblem& problem, const BackwardBlock& block) {
-  const ScorePanels<Edge, Capped> panels{block,
-                                         score_map(problem.params.scale, problem.params.softcap)};
+template <bool Edge, typename Map>
+void score_tile(const BackwardBlock& block, const Map& map) {
+  const ScorePanels<Edge, Map> panels{block, map};
   for_panels<kRowVecs>(ceil_div(block.rows, kLanes), panels);
 }
 

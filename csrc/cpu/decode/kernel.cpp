@@ -7,6 +7,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/decode/tile.h"
+#include "shared/attn_row.h"
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
@@ -25,45 +26,46 @@ struct RowGroup {
 };
 
 // All rows of one kv head; `panel`: room for one.
-template <bool Capped>
-FORGE_INLINE void score_head(const Real* const* q, int rows, const KeyBlock& keys, Int64 hd,
-                             const ScoreMap& map, Real* panel, Real* scores) {
+template <typename Map, typename Stored>
+FORGE_INLINE void score_head(const Real* const* q, int rows, const KeyBlock<Stored>& keys,
+                             Int64 first_key, Int64 hd, const Map& map, Real* panel, Real* scores) {
   const Real* filled = nullptr;
   if (!kKeysInRegisters || keys.count < kLanes) {
     fill_panel(keys, hd, panel);
     filled = panel;
   }
   for (int r = 0; r < rows; r += kRowsAtOnce) {
+    const PairPlace place = {r, first_key};
     Real* to = scores + r * kBlockKeys;
     switch (rows - r) {
       case 1:
-        score_rows<Capped, 1>(q + r, keys, filled, hd, map, to);
+        score_rows<1>(q + r, keys, filled, hd, map, place, to);
         break;
       case 2:
-        score_rows<Capped, 2>(q + r, keys, filled, hd, map, to);
+        score_rows<2>(q + r, keys, filled, hd, map, place, to);
         break;
       case 3:
-        score_rows<Capped, 3>(q + r, keys, filled, hd, map, to);
+        score_rows<3>(q + r, keys, filled, hd, map, place, to);
         break;
       default:
-        score_rows<Capped, 4>(q + r, keys, filled, hd, map, to);
+        score_rows<4>(q + r, keys, filled, hd, map, place, to);
     }
   }
 }
 
-// scores[row][key] of all rows of a group against a block of keys. k.first is row 0's, head 0's;
-// `next`: the values, read after them.
-template <bool Capped>
-void score_block(const RowGroup& group, const KeyBlock& k, const KeyBlock& next, Int64 hd,
-                 const ScoreMap& map, Real* scores) {
+// scores[row][key] of all rows of a group against a block of keys, the first of them `first_key`.
+// k.first is row 0's, head 0's; `next`: the values, read after them.
+template <typename Map, typename Stored>
+void score_block(const RowGroup& group, const KeyBlock<Stored>& k, const KeyBlock<Stored>& next,
+                 Int64 first_key, Int64 hd, const Map& map, Real* scores) {
   alignas(64) Real panel[(kMaxHeadDim + kLanes) * kPanelKeys];
   constexpr int kStep = kPanelKeys;
   for (int key = 0; key < k.count; key += kStep) {
-    const KeyBlock ahead = key + kStep < k.count
-                               ? rows_from(k, group.head_begin, key + kStep, kStep)
-                               : rows_from(next, group.head_begin, 0, kValueKeys);
+    const KeyBlock<Stored> ahead = key + kStep < k.count
+                                       ? rows_from(k, group.head_begin, key + kStep, kStep)
+                                       : rows_from(next, group.head_begin, 0, kValueKeys);
     for (int head = 0; head < group.heads; ++head) {
-      const KeyBlock keys = rows_from(k, group.head_begin + head, key, kStep);
+      const KeyBlock<Stored> keys = rows_from(k, group.head_begin + head, key, kStep);
       const int row = head * group.rows;
       Real* to = scores + row * kBlockKeys + key;
       prefetch_share(ahead, head, group.heads, hd);
@@ -71,25 +73,26 @@ void score_block(const RowGroup& group, const KeyBlock& k, const KeyBlock& next,
         if (group.rows == 1 && head + 1 < group.heads && keys.count == kLanes) {
           ++head;
           prefetch_share(ahead, head, group.heads, hd);
-          score_keys<Capped, 2, 1>(group.q + row, keys, hd, map, to);
+          score_keys<2, 1>(group.q + row, keys, hd, map, {0, first_key + key}, to);
           continue;
         }
       }
-      score_head<Capped>(group.q + row, group.rows, keys, hd, map, panel, to);
+      score_head(group.q + row, group.rows, keys, first_key + key, hd, map, panel, to);
     }
   }
 }
 
 // Adds p v of a block in which every row sees every key. `next`: the keys read after it.
-void add_block(const RowGroup& group, const KeyBlock& v, const KeyBlock& next, Int64 hd,
-               const Real* scores, const Real* alpha) {
+template <typename Stored>
+void add_block(const RowGroup& group, const KeyBlock<Stored>& v, const KeyBlock<Stored>& next,
+               Int64 hd, const Real* scores, const Real* alpha) {
   Real ones[kRowsAtOnce] = {1, 1, 1, 1};
   for (int key = 0; key < v.count; key += kValueKeys) {
-    const KeyBlock ahead = key + kValueKeys < v.count
-                               ? rows_from(v, group.head_begin, key + kValueKeys, kValueKeys)
-                               : rows_from(next, group.head_begin, 0, kPanelKeys);
+    const KeyBlock<Stored> ahead =
+        key + kValueKeys < v.count ? rows_from(v, group.head_begin, key + kValueKeys, kValueKeys)
+                                   : rows_from(next, group.head_begin, 0, kPanelKeys);
     for (int head = 0; head < group.heads; ++head) {
-      const KeyBlock values = rows_from(v, group.head_begin + head, key, kValueKeys);
+      const KeyBlock<Stored> values = rows_from(v, group.head_begin + head, key, kValueKeys);
       prefetch_share(ahead, head, group.heads, hd);
       for (int r = 0; r < group.rows; r += kRowsAtOnce) {
         const int row = head * group.rows + r;
@@ -115,14 +118,11 @@ void add_block(const RowGroup& group, const KeyBlock& v, const KeyBlock& next, I
 }
 
 // The rows of a group against the keys [begin, begin + k.count); `next`: the keys after them.
-void run_block(const RowGroup& group, const KeyBlock& k, const KeyBlock& v, const KeyBlock& next,
-               Int64 begin, Int64 hd, const ScoreMap& map) {
+template <typename Map, typename Stored>
+void run_block(const RowGroup& group, const KeyBlock<Stored>& k, const KeyBlock<Stored>& v,
+               const KeyBlock<Stored>& next, Int64 begin, Int64 hd, const Map& map) {
   alignas(64) Real scores[kGroupRows * kBlockKeys];
-  if (map.softcap > 0) {
-    score_block<true>(group, k, v, hd, map, scores);
-  } else {
-    score_block<false>(group, k, v, hd, map, scores);
-  }
+  score_block(group, k, v, begin, hd, map, scores);
   const int rows = group.heads * group.rows;
   Real alpha[kGroupRows];
   int from[kGroupRows], to[kGroupRows];
@@ -141,8 +141,8 @@ void run_block(const RowGroup& group, const KeyBlock& k, const KeyBlock& v, cons
   // An edge of the mask: each row by itself, so that it meets no value it does not see.
   for (int row = 0; row < rows; ++row) {
     const Int64 head = group.head_begin + row / group.rows;
-    const KeyBlock seen = {v.first + head * v.head_stride + from[row] * v.stride, v.stride,
-                           v.head_stride, to[row] - from[row]};
+    const KeyBlock<Stored> seen = {v.first + head * v.head_stride + from[row] * v.stride, v.stride,
+                                   v.head_stride, to[row] - from[row]};
     add_keys<1>(scores + row * kBlockKeys + from[row], seen, hd, alpha + row, group.partial + row);
   }
 }
@@ -161,77 +161,95 @@ void start_group(const ForwardCall& call, const DecodeTask& task, Int64 head_beg
       Real* partial = task.partial + (head * rows + r) * row_floats;
       for (Int64 n = 0; n < row_floats; ++n) partial[n] = 0;
       partial[0] = -__builtin_inff();
-      group.q[row] =
-          call.q + task.b * params.q.batch + at.query * params.q.row + at.head * params.q.head;
+      group.q[row] = call.q + element_offset(params.q, task.b, at.query, at.head);
       group.partial[row] = partial;
       group.keys[row] = visible_keys(task.band, at.query);
     }
   }
 }
 
-void run(const ForwardCall& call, const DecodeTask& task) {
+template <typename Map, typename Stored>
+void run_task(const ForwardCall& call, const DecodeTask& task, const Stored* k_array,
+              const Stored* v_array, const Map& map) {
   const AttnParams& params = call.params;
-  const ScoreMap map = score_map(params.scale, params.softcap);
   const Int64 heads_at_once = larger(1, kGroupRows / rows_of_group(params));
   for (Int64 head = task.heads.begin; head < task.heads.end; head += heads_at_once) {
     RowGroup group;
     start_group(call, task, head, smaller(heads_at_once, task.heads.end - head), group);
     for (Int64 begin = task.keys.begin; begin < task.keys.end; begin += kBlockKeys) {
       const int count = static_cast<int>(smaller(kBlockKeys, task.keys.end - begin));
-      const KeyBlock k = {call.k + task.b * params.k.batch + begin * params.k.row, params.k.row,
-                          params.k.head, count};
-      const KeyBlock v = {call.v + task.b * params.v.batch + begin * params.v.row, params.v.row,
-                          params.v.head, count};
-      const KeyBlock next = {k.first + kBlockKeys * params.k.row, params.k.row, params.k.head,
-                             static_cast<int>(smaller(kBlockKeys, task.keys.end - begin - count))};
+      const KeyBlock<Stored> k = {k_array + element_offset(params.k, task.b, begin, 0),
+                                  params.k.row, params.k.head, count};
+      const KeyBlock<Stored> v = {v_array + element_offset(params.v, task.b, begin, 0),
+                                  params.v.row, params.v.head, count};
+      const KeyBlock<Stored> next = {
+          k.first + kBlockKeys * params.k.row, params.k.row, params.k.head,
+          static_cast<int>(smaller(kBlockKeys, task.keys.end - begin - count))};
       run_block(group, k, v, next, begin, params.hd, map);
     }
   }
 }
 
-void combine(const ForwardCall& call, const CombineTask& task) {
+void run(const ForwardCall& call, const DecodeTask& task) {
+  with_score_map(call.params, [&](const auto& map) { run_task(call, task, call.k, call.v, map); });
+}
+
+// The parts of one row, added up in their order: o = sum / l, with m and l of all.
+struct RowParts {
+  const Real* first;
+  Int64 splits;
+  Int64 split_floats;
+};
+
+template <typename Stored>
+FORGE_INLINE AttnRow<Real> combine_row(const RowParts& parts, bool sees_keys, Int64 hd, Stored* o) {
   constexpr int kVecs = 4;
-  const AttnParams& params = call.params;
-  const Int64 hd = params.hd, row_floats = partial_row_floats(hd);
-  RowCursor place = row_cursor(params, task.kv_head, task.rows.begin);
-  for (Int64 row = task.rows.begin; row < task.rows.end; ++row, place.next()) {
-    const Real* partial = task.partial + (row - task.rows.begin) * row_floats;
-    const Int64 i = place.query, h = place.head;
-    const Int64 at = (task.b * params.H + h) * params.Tq + i;
-    Real* o = call.o + task.b * params.o.batch + i * params.o.row + h * params.o.head;
-    if (is_empty(visible_keys(task.band, i))) {
-      call.row_max[at] = -__builtin_inff();
-      call.row_sum[at] = 0;
-      for (Int64 d = 0; d < hd; d += kLanes) store_within(o, d, hd, Vec{});
-      continue;
-    }
-    Real m = -__builtin_inff(), l = 0;
-    for (Int64 split = 0; split < task.splits; ++split) {
-      const Real part = partial[split * task.split_floats];
-      m = part > m ? part : m;
-    }
-    const Real base = m == -__builtin_inff() ? 0 : m;
-    for (Int64 d = 0; d < hd; d += kVecs * kLanes) {
-      Vec sum[kVecs] = {};
-      l = 0;
-      for (Int64 split = 0; split < task.splits; ++split) {
-        const Real* part = partial + split * task.split_floats;
-        const Vec weight = exp_of_nonpositive(broadcast(part[0] - base));
-        l += part[1] * weight[0];
-        FORGE_UNROLL
-        for (int c = 0; c < kVecs; ++c) {
-          const Int64 channel = d + c * kLanes;
-          if (channel < hd) sum[c] = fma(load(part + kPartialHead + channel), weight, sum[c]);
-        }
-      }
-      if (l == 0) l = __builtin_nanf("");  // all visible scores are -inf
+  Real m = -__builtin_inff();
+  for (Int64 split = 0; split < parts.splits; ++split) {
+    const Real part = parts.first[split * parts.split_floats];
+    m = part > m ? part : m;
+  }
+  const Real base = m == -__builtin_inff() ? 0 : m;
+  AttnRow<Real> row{};
+  for (Int64 d = 0; d < hd; d += kVecs * kLanes) {
+    Vec sum[kVecs] = {};
+    Real l = 0;
+    for (Int64 split = 0; split < parts.splits; ++split) {
+      const Real* part = parts.first + split * parts.split_floats;
+      const Vec weight = exp_of_nonpositive(broadcast(part[0] - base));
+      l += part[1] * weight[0];
       FORGE_UNROLL
-      for (int c = 0; c < kVecs; ++c) store_within(o, d + c * kLanes, hd, sum[c] / broadcast(l));
+      for (int c = 0; c < kVecs; ++c) {
+        const Int64 channel = d + c * kLanes;
+        if (channel < hd) sum[c] = fma(load(part + kPartialHead + channel), weight, sum[c]);
+      }
     }
-    call.row_max[at] = m;
-    call.row_sum[at] = l;
+    row = finished_row(sees_keys, m, l);
+    FORGE_UNROLL
+    for (int c = 0; c < kVecs; ++c) {
+      store_within(o, d + c * kLanes, hd, row.live ? sum[c] / broadcast(row.l) : Vec{});
+    }
+  }
+  return row;
+}
+
+template <typename Stored>
+void combine_rows(const ForwardCall& call, const CombineTask& task, Stored* o) {
+  const AttnParams& params = call.params;
+  RowCursor at = row_cursor(params, task.kv_head, task.rows.begin);
+  for (Int64 row = task.rows.begin; row < task.rows.end; ++row, at.next()) {
+    const RowParts parts = {task.partial + (row - task.rows.begin) * partial_row_floats(params.hd),
+                            task.splits, task.split_floats};
+    const AttnRow<Real> end =
+        combine_row(parts, !is_empty(visible_keys(task.band, at.query)), params.hd,
+                    o + element_offset(params.o, task.b, at.query, at.head));
+    const Int64 stat = row_index(params, task.b, at.head, at.query);
+    call.row_max[stat] = end.m;
+    call.row_sum[stat] = end.l;
   }
 }
+
+void combine(const ForwardCall& call, const CombineTask& task) { combine_rows(call, task, call.o); }
 
 }  // namespace
 

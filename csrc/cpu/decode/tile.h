@@ -16,22 +16,26 @@ constexpr int kValueKeys = 16;  // values read abreast
 constexpr int kRowsAtOnce = 4;
 
 // Rows of keys or values.
+template <typename Stored>
 struct KeyBlock {
-  const Real* first;
+  const Stored* first;
   Int64 stride;  // from key to key
   Int64 head_stride;
   int count;
 };
 
-FORGE_INLINE void prefetch_rows(const Real* first, Int64 stride, int count, Int64 n) {
+template <typename Stored>
+FORGE_INLINE void prefetch_rows(const Stored* first, Int64 stride, int count, Int64 n) {
+  constexpr Int64 kLine = 64 / sizeof(Stored);
   for (int row = 0; row < count; ++row) {
-    for (Int64 d = 0; d < n; d += 16) __builtin_prefetch(first + row * stride + d, 0, 3);
+    for (Int64 d = 0; d < n; d += kLine) __builtin_prefetch(first + row * stride + d, 0, 3);
   }
 }
 
 // The share of head `head` of `heads` in prefetching rows, from head 0's first on: in the memory's
 // order where the heads of a row lie side by side.
-FORGE_INLINE void prefetch_share(const KeyBlock& rows, int head, int heads, Int64 hd) {
+template <typename Stored>
+FORGE_INLINE void prefetch_share(const KeyBlock<Stored>& rows, int head, int heads, Int64 hd) {
   if (rows.head_stride == hd) {
     const int from = rows.count * head / heads, to = rows.count * (head + 1) / heads;
     prefetch_rows(rows.first + from * rows.stride, rows.stride, to - from, heads * hd);
@@ -41,15 +45,18 @@ FORGE_INLINE void prefetch_share(const KeyBlock& rows, int head, int heads, Int6
 }
 
 // The rows [key, key + step), as many as there are, from `head` on.
-FORGE_INLINE KeyBlock rows_from(const KeyBlock& block, Int64 head, int key, int step) {
+template <typename Stored>
+FORGE_INLINE KeyBlock<Stored> rows_from(const KeyBlock<Stored>& block, Int64 head, int key,
+                                        int step) {
   return {block.first + head * block.head_stride + key * block.stride, block.stride,
           block.head_stride, static_cast<int>(larger(0, smaller(step, block.count - key)))};
 }
 
-// scores[r][key] for the keys of a panel: hd times kPanelKeys, keys in lanes.
-template <bool Capped, int Rows>
-FORGE_NOINLINE void score_panel(const Real* const* q, const Real* panel, Int64 hd,
-                                const ScoreMap& map, Real* scores) {
+// scores[r][key] for the keys of a panel: hd times kPanelKeys, keys in lanes. `place`: of the first
+// row and key.
+template <int Rows, typename Map>
+FORGE_NOINLINE void score_panel(const Real* const* q, const Real* panel, Int64 hd, const Map& map,
+                                PairPlace place, Real* scores) {
   // As many vectors side by side as keep both the chains' latency hidden and their sums in
   // registers.
   constexpr int kVecs = Rows <= 2 || kPanelVecs < 2 ? kPanelVecs : 2;
@@ -60,7 +67,8 @@ FORGE_NOINLINE void score_panel(const Real* const* q, const Real* panel, Int64 h
     for (int r = 0; r < Rows; ++r) {
       FORGE_UNROLL
       for (int i = 0; i < kVecs; ++i) {
-        store(scores + r * kBlockKeys + (c + i) * kLanes, score_of<Capped>(acc[r][i], map));
+        const PairPlace at = {place.row + r, place.key + (c + i) * kLanes};
+        store(scores + r * kBlockKeys + (c + i) * kLanes, map.score(acc[r][i], at));
       }
     }
   }
@@ -69,9 +77,9 @@ FORGE_NOINLINE void score_panel(const Real* const* q, const Real* panel, Int64 h
 // The same straight from rows of keys, kLanes of them, that are transposed in registers: each line
 // of memory is loaded once, whole. Heads: kv heads side by side, so that several chains run even
 // with one row a head.
-template <bool Capped, int Heads, int Rows>
-FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock& k, Int64 hd,
-                               const ScoreMap& map, Real* scores) {
+template <int Heads, int Rows, typename Map, typename Stored>
+FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, Int64 hd,
+                               const Map& map, PairPlace place, Real* scores) {
   Vec acc[Heads * Rows];
   FORGE_UNROLL
   for (int r = 0; r < Heads * Rows; ++r) acc[r] = Vec{};
@@ -80,7 +88,7 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock& k, Int64 hd
     FORGE_UNROLL
     for (int head = 0; head < Heads; ++head) {
       Vec block[kLanes];
-      const Real* first = k.first + head * k.head_stride + d;
+      const Stored* first = k.first + head * k.head_stride + d;
       FORGE_UNROLL
       for (int i = 0; i < kLanes; i += 4) {  // by four: what is loaded stays in registers
         FORGE_UNROLL
@@ -92,7 +100,7 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock& k, Int64 hd
       for (int i = 0; i < kLanes; ++i) {
         FORGE_UNROLL
         for (int r = head * Rows; r < (head + 1) * Rows; ++r) {
-          acc[r] = fma(broadcast(q[r][d + i]), block[i], acc[r]);
+          acc[r] = chain_step(broadcast(q[r][d + i]), block[i], acc[r]);
         }
       }
     }
@@ -101,7 +109,7 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock& k, Int64 hd
     FORGE_UNROLL
     for (int head = 0; head < Heads; ++head) {
       Vec block[kLanes];
-      const Real* first = k.first + head * k.head_stride;
+      const Stored* first = k.first + head * k.head_stride;
       FORGE_UNROLL
       for (int i = 0; i < kLanes; ++i) block[i] = load_within(first + i * k.stride, d, hd);
       transpose(block);
@@ -110,42 +118,44 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock& k, Int64 hd
         if (d + i == hd) break;
         FORGE_UNROLL
         for (int r = head * Rows; r < (head + 1) * Rows; ++r) {
-          acc[r] = fma(broadcast(q[r][d + i]), block[i], acc[r]);
+          acc[r] = chain_step(broadcast(q[r][d + i]), block[i], acc[r]);
         }
       }
     }
   }
   FORGE_UNROLL
   for (int r = 0; r < Heads * Rows; ++r) {
-    store(scores + r * kBlockKeys, score_of<Capped>(acc[r], map));
+    const PairPlace at = {place.row + r % Rows, place.key};
+    store(scores + r * kBlockKeys, map.score(acc[r], at));
   }
 }
 
 // Rows of one kv head against keys that may lie in a panel already.
-template <bool Capped, int Rows>
-FORGE_INLINE void score_rows(const Real* const* q, const KeyBlock& keys, const Real* panel,
-                             Int64 hd, const ScoreMap& map, Real* scores) {
+template <int Rows, typename Map, typename Stored>
+FORGE_INLINE void score_rows(const Real* const* q, const KeyBlock<Stored>& keys, const Real* panel,
+                             Int64 hd, const Map& map, PairPlace place, Real* scores) {
   if constexpr (kKeysInRegisters) {
     if (!panel) {
-      score_keys<Capped, 1, Rows>(q, keys, hd, map, scores);
+      score_keys<1, Rows>(q, keys, hd, map, place, scores);
       return;
     }
   }
-  score_panel<Capped, Rows>(q, panel, hd, map, scores);
+  score_panel<Rows>(q, panel, hd, map, place, scores);
 }
 
 // Keys, at most kPanelKeys, into a panel. Lanes past the last key repeat it.
-FORGE_NOINLINE void fill_panel(const KeyBlock& k, Int64 hd, Real* panel) {
+template <typename Stored>
+FORGE_NOINLINE void fill_panel(const KeyBlock<Stored>& k, Int64 hd, Real* panel) {
   for (int c = 0; c < kPanelKeys; c += kLanes) {
-    const Real* rows[kLanes];
+    const Stored* rows[kLanes];
     for (int i = 0; i < kLanes; ++i) rows[i] = k.first + smaller(c + i, k.count - 1) * k.stride;
     rows_to_lanes(rows, hd, panel + c, kPanelKeys);
   }
 }
 
 // o[r] = o[r] * alpha[r] + sum over the keys of p[r][key] v[key], o in the partial rows.
-template <int Rows, int Vecs>
-FORGE_INLINE void add_channels(const Real* p, const KeyBlock& v, Int64 d, Int64 hd,
+template <int Rows, int Vecs, typename Stored>
+FORGE_INLINE void add_channels(const Real* p, const KeyBlock<Stored>& v, Int64 d, Int64 hd,
                                const Real* alpha, Real* const* partial) {
   Vec acc[Rows][Vecs];
   FORGE_UNROLL
@@ -153,7 +163,7 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock& v, Int64 d, Int64 
     FORGE_UNROLL
     for (int c = 0; c < Vecs; ++c) acc[r][c] = Vec{};
   }
-  const Real* row = v.first + d;
+  const Stored* row = v.first + d;
   for (int key = 0; key < v.count; ++key, row += v.stride) {
     Vec value[Vecs];
     FORGE_UNROLL
@@ -177,8 +187,8 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock& v, Int64 d, Int64 
   }
 }
 
-template <int Rows>
-FORGE_NOINLINE void add_keys(const Real* p, const KeyBlock& v, Int64 hd, const Real* alpha,
+template <int Rows, typename Stored>
+FORGE_NOINLINE void add_keys(const Real* p, const KeyBlock<Stored>& v, Int64 hd, const Real* alpha,
                              Real* const* partial) {
   constexpr int kVecs = Rows == 1 || kVectorRegisters >= 32 ? 4 : 2;
   Int64 d = 0;

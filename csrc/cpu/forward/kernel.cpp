@@ -6,6 +6,7 @@
 #include "cpu/forward/kernel.h"
 #include "cpu/forward/tile.h"
 #include "cpu/pack.h"
+#include "shared/attn_row.h"
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
@@ -70,12 +71,7 @@ struct TaskState {
   const ForwardCall* call;
   const ForwardTask* task;
   Workspace work;
-  ScoreMap map;
 };
-
-FORGE_INLINE Int64 offset_of(const AttnStrides& strides, Int64 b, Int64 t, Int64 head) {
-  return b * strides.batch + t * strides.row + head * strides.head;
-}
 
 FORGE_INLINE RowCursor cursor_at(const TaskState& state, Int64 slot) {
   return row_cursor(state.call->params, state.task->kv_head, state.task->rows.begin + slot);
@@ -85,20 +81,21 @@ FORGE_INLINE RowCursor cursor_at(const TaskState& state, Int64 slot) {
 FORGE_INLINE IndexRange every_key() { return {0, int64_max()}; }
 
 // Fills the scratch rows of block `index` and returns what they see.
-FORGE_NOINLINE BlockKeys start_block(const TaskState& state, Int64 index) {
+template <typename Stored>
+FORGE_NOINLINE BlockKeys start_block(const TaskState& state, const Stored* q, Int64 index) {
   const ForwardTask& task = *state.task;
   const AttnParams& params = state.call->params;
   const Workspace& work = state.work;
   BlockKeys block = {nothing(), every_key()};
   RowCursor at = cursor_at(state, index * kRowBlock);
-  const Real* row = nullptr;
+  const Stored* row = nullptr;
   for (int c = 0; c < kRowVecs; ++c) {
-    const Real* rows[kLanes];
+    const Stored* rows[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
       const Int64 slot = index * kRowBlock + c * kLanes + lane;
       const bool there = task.rows.begin + slot < task.rows.end;
       // lanes past the last row repeat it; dead or repeated, their results are dropped
-      if (there) row = state.call->q + offset_of(params.q, task.b, at.query, at.head);
+      if (there) row = q + element_offset(params.q, task.b, at.query, at.head);
       rows[lane] = row;
       IndexRange keys = nothing();
       if (there) keys = overlap(visible_keys(task.band, at.query), task.keys);
@@ -120,28 +117,31 @@ FORGE_NOINLINE BlockKeys start_block(const TaskState& state, Int64 index) {
 }
 
 // Keys [begin, begin + count) of the task's kv head, packed.
-FORGE_NOINLINE KeyTile pack_tile(const TaskState& state, Int64 begin, int count) {
-  const ForwardCall& call = *state.call;
+template <typename Stored>
+FORGE_NOINLINE KeyTile pack_tile(const TaskState& state, const Stored* k, const Stored* v,
+                                 Int64 begin, int count) {
   const ForwardTask& task = *state.task;
-  const AttnParams& params = call.params;
+  const AttnParams& params = state.call->params;
   const Workspace& work = state.work;
-  const Real* k = call.k + offset_of(params.k, task.b, begin, task.kv_head);
-  const Real* v = call.v + offset_of(params.v, task.b, begin, task.kv_head);
+  k += element_offset(params.k, task.b, begin, task.kv_head);
+  v += element_offset(params.v, task.b, begin, task.kv_head);
   copy_rows(k, params.k.row, params.hd, count, count + kStep, work.k, work.k_stride);
-  KeyTile tile = {work.k, work.k_stride, work.v, work.v_panel, true};
+  KeyTile tile = {begin, work.k, work.k_stride, work.v, work.v_panel, true};
   tile.v_finite = rows_to_panels<kStep>(v, params.v.row, params.hd, count, work.v, work.v_panel);
   return tile;
 }
 
-// Asks for part `index` of `parts` of the keys and values [begin, end), which are packed next.
-void prefetch_tile(const TaskState& state, Int64 begin, Int64 end, Int64 index, Int64 parts) {
+// Asks for part `index` of `parts` of the keys and values that are packed next.
+template <typename Stored>
+FORGE_NOINLINE void prefetch_tile(const TaskState& state, const Stored* k, const Stored* v,
+                                  IndexRange keys, Int64 index, Int64 parts) {
   const AttnParams& params = state.call->params;
   const Int64 b = state.task->b, head = state.task->kv_head;
-  const Int64 share = ceil_div(end - begin, parts);
-  const Int64 last = smaller(end, begin + (index + 1) * share);
-  for (Int64 key = begin + index * share; key < last; ++key) {
-    prefetch_row(state.call->k + offset_of(params.k, b, key, head), params.hd);
-    prefetch_row(state.call->v + offset_of(params.v, b, key, head), params.hd);
+  const Int64 share = ceil_div(keys.end - keys.begin, parts);
+  const Int64 last = smaller(keys.end, keys.begin + (index + 1) * share);
+  for (Int64 key = keys.begin + index * share; key < last; ++key) {
+    prefetch_row(k + element_offset(params.k, b, key, head), params.hd);
+    prefetch_row(v + element_offset(params.v, b, key, head), params.hd);
   }
 }
 
@@ -165,88 +165,113 @@ FORGE_NOINLINE KeySpan span_of(const TaskState& state, const BlockKeys& block, I
   return span;
 }
 
-// Where one row's results go: finished, or as a part of a split over keys.
-struct RowEnd {
-  Real* o;      // null: a lane past the last row
-  Real factor;  // of o
-  bool zeroed;  // sees no key: zeros by assignment, whatever the lane holds
+// What becomes of a block's rows, kLanes of them: where their sums go (null: a lane past the last
+// row), times what, and whose are zeros whatever the lanes hold.
+template <typename Stored>
+struct RowsEnd {
+  Stored* o[kLanes];
+  Real factor[kLanes];
+  RealBits zeroed[kLanes];
 };
 
-FORGE_INLINE RowEnd finish_row(const TaskState& state, const RowCursor& at, Int64 slot) {
+template <typename Stored>
+FORGE_INLINE void store_rows(const TaskState& state, Int64 index, int c,
+                             const RowsEnd<Stored>& ends) {
+  IntVec zeroed;
+  std::memcpy(&zeroed, ends.zeroed, sizeof zeroed);
+  lanes_to_rows(state.work.o + index * state.work.hd_pad * kRowBlock + c * kLanes, kRowBlock,
+                state.call->params.hd, load(ends.factor), zeroed, ends.o);
+}
+
+template <typename Stored>
+FORGE_NOINLINE void finish_block(const TaskState& state, Stored* o, Int64 index) {
   const ForwardCall& call = *state.call;
   const ForwardTask& task = *state.task;
-  if (task.rows.begin + slot >= task.rows.end) return {nullptr, 1, true};
-  IndexRange keys = visible_keys(task.band, at.query);
-  if (task.partial != nullptr) keys = overlap(keys, task.keys);
-  const bool live = !is_empty(keys);
-  const Real m = live ? state.work.m[slot] : -__builtin_inff();
-  Real l = live ? state.work.l[slot] : 0;
-  if (task.partial != nullptr) {
-    Real* part = task.partial + slot * partial_row_floats(call.params.hd);
-    part[0] = m;
-    part[1] = l;
-    return {part + kPartialHead, 1, !live};
-  }
-  if (live && l == 0) l = __builtin_nanf("");  // all visible scores are -inf
-  const Int64 stat = (task.b * call.params.H + at.head) * call.params.Tq + at.query;
-  call.row_max[stat] = m;
-  call.row_sum[stat] = l;
-  return {call.o + offset_of(call.params.o, task.b, at.query, at.head), 1 / l, !live};
-}
-
-FORGE_NOINLINE void finish_block(const TaskState& state, Int64 index) {
-  const Workspace& work = state.work;
   RowCursor at = cursor_at(state, index * kRowBlock);
   for (int c = 0; c < kRowVecs; ++c) {
-    Real* rows[kLanes];
-    Real factors[kLanes];
-    RealBits zeroed[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const RowEnd end = finish_row(state, at, index * kRowBlock + c * kLanes + lane);
-      at.next();
-      rows[lane] = end.o;
-      factors[lane] = end.factor;
-      zeroed[lane] = end.zeroed ? -1 : 0;
+    RowsEnd<Stored> ends = {};
+    for (int lane = 0; lane < kLanes; ++lane, at.next()) {
+      const Int64 slot = index * kRowBlock + c * kLanes + lane;
+      if (task.rows.begin + slot >= task.rows.end) break;
+      const AttnRow<Real> row = finished_row(!is_empty(visible_keys(task.band, at.query)),
+                                             state.work.m[slot], state.work.l[slot]);
+      const Int64 stat = row_index(call.params, task.b, at.head, at.query);
+      call.row_max[stat] = row.m;
+      call.row_sum[stat] = row.l;
+      ends.o[lane] = o + element_offset(call.params.o, task.b, at.query, at.head);
+      ends.factor[lane] = 1 / row.l;
+      ends.zeroed[lane] = row.live ? 0 : -1;
     }
-    IntVec zeroed_lanes;
-    std::memcpy(&zeroed_lanes, zeroed, sizeof zeroed);
-    lanes_to_rows(work.o + index * work.hd_pad * kRowBlock + c * kLanes, kRowBlock,
-                  state.call->params.hd, load(factors), zeroed_lanes, rows);
+    store_rows(state, index, c, ends);
   }
 }
 
-void run(const ForwardCall& call, const ForwardTask& task, char* scratch) {
+// The part of a split over keys.
+FORGE_NOINLINE void leave_block(const TaskState& state, Int64 index) {
+  const ForwardTask& task = *state.task;
+  RowCursor at = cursor_at(state, index * kRowBlock);
+  for (int c = 0; c < kRowVecs; ++c) {
+    RowsEnd<Real> ends = {};
+    for (int lane = 0; lane < kLanes; ++lane, at.next()) {
+      const Int64 slot = index * kRowBlock + c * kLanes + lane;
+      if (task.rows.begin + slot >= task.rows.end) break;
+      const bool live = !is_empty(overlap(visible_keys(task.band, at.query), task.keys));
+      Real* part = task.partial + slot * partial_row_floats(state.call->params.hd);
+      part[0] = live ? state.work.m[slot] : -__builtin_inff();
+      part[1] = live ? state.work.l[slot] : 0;
+      ends.o[lane] = part + kPartialHead;
+      ends.factor[lane] = 1;
+      ends.zeroed[lane] = live ? 0 : -1;
+    }
+    store_rows(state, index, c, ends);
+  }
+}
+
+template <typename Map>
+void run_task(const ForwardCall& call, const ForwardTask& task, char* scratch, const Map& map) {
   constexpr int kMaxBlocks = 64;
   const Int64 rows = task.rows.end - task.rows.begin, hd = call.params.hd;
-  TaskState state = {&call, &task, workspace(scratch, hd, rows),
-                     score_map(call.params.scale, call.params.softcap)};
+  const TaskState state = {&call, &task, workspace(scratch, hd, rows)};
   const Workspace& work = state.work;
   const Int64 blocks = ceil_div(rows, kRowBlock);
   BlockKeys keys[kMaxBlocks];
   bool fresh[kMaxBlocks];
   IndexRange any = nothing();
   for (Int64 index = 0; index < blocks; ++index) {
-    keys[index] = start_block(state, index);
+    keys[index] = start_block(state, call.q, index);
     fresh[index] = true;
     any = hull(any, keys[index].any);
   }
   const int step = tile_keys(hd);
   for (Int64 begin = any.begin; begin < any.end; begin += step) {
     const int count = static_cast<int>(smaller(step, any.end - begin));
-    const KeyTile tile = pack_tile(state, begin, count);
-    const Int64 next = begin + count, next_end = smaller(any.end, next + step);
+    const KeyTile tile = pack_tile(state, call.k, call.v, begin, count);
+    const IndexRange next = {begin + count, smaller(any.end, begin + count + step)};
     for (Int64 index = 0; index < blocks; ++index) {
-      prefetch_tile(state, next, next_end, index, blocks);
+      prefetch_tile(state, call.k, call.v, next, index, blocks);
       const KeySpan span = span_of(state, keys[index], index, begin, count);
       if (span.from >= span.to) continue;
-      const RowBlock block = {work.q + index * work.hd_pad * kRowBlock,
-                              work.o + index * work.hd_pad * kRowBlock, work.m + index * kRowBlock,
-                              work.l + index * kRowBlock, fresh[index]};
-      add_tile(block, tile, span, hd, state.map, work.scores);
+      const RowBlock block = {task.rows.begin + index * kRowBlock,
+                              work.q + index * work.hd_pad * kRowBlock,
+                              work.o + index * work.hd_pad * kRowBlock,
+                              work.m + index * kRowBlock,
+                              work.l + index * kRowBlock,
+                              fresh[index]};
+      add_tile(block, tile, span, hd, map, work.scores);
       fresh[index] = false;
     }
   }
-  for (Int64 index = 0; index < blocks; ++index) finish_block(state, index);
+  for (Int64 index = 0; index < blocks; ++index) {
+    if (task.partial != nullptr) {
+      leave_block(state, index);
+    } else {
+      finish_block(state, call.o, index);
+    }
+  }
+}
+
+void run(const ForwardCall& call, const ForwardTask& task, char* scratch) {
+  with_score_map(call.params, [&](const auto& map) { run_task(call, task, scratch, map); });
 }
 
 }  // namespace

@@ -1,119 +1,19 @@
-// The forward's schedule: which tasks there are, in which order. It depends on the problem only.
+// The forward's schedule for many rows: which tasks there are, in which order. It depends on the
+// problem only.
 #include <algorithm>
 #include <limits>
 
 #include "core/thread_pool.h"
 #include "core/zero_fill.h"
 #include "cpu/attention.h"
-#include "cpu/kernel_tables.h"
 #include "cpu/scratch.h"
+#include "cpu/splits.h"
 
 namespace forge::cpu {
 
 namespace {
 
-constexpr Int64 kWantedTasks = 16;   // of row tiles: each packs its keys, so more cost more
-constexpr Int64 kWantedSplits = 32;  // of few rows: a split costs next to nothing
-constexpr Int64 kMostPartialFloats = Int64{1} << 20;  // 4 MiB
-
-// Everything that the schedules share.
-struct Forward {
-  const Problem& problem;
-  ForwardCall call;
-  KernelTables kernels;
-  Int64 rows;   // a kv head: rep * Tq
-  Int64 heads;  // B * Hkv
-
-  AttnBand band(Int64 b) const {
-    return attn_band(call.params, problem.ranges[static_cast<std::size_t>(b)]);
-  }
-  Int64 row_floats() const { return partial_row_floats(call.params.hd); }
-};
-
-// Keys of sequence b that any query sees, cut into `splits` even parts; the part `split`.
-IndexRange keys_of_split(const Forward& forward, const AttnBand& band, Int64 splits, Int64 split) {
-  const IndexRange keys = {visible_keys(band, 0).begin,
-                           visible_keys(band, forward.call.params.Tq - 1).end};
-  const Int64 count = std::max<Int64>(0, keys.end - keys.begin), part = ceil_div(count, splits);
-  return {keys.begin + std::min(count, split * part),
-          keys.begin + std::min(count, (split + 1) * part)};
-}
-
-// How many parts to cut the keys into so that `tasks` tasks, whose unfinished rows take `floats`,
-// become enough, each of some length.
-Int64 split_count(const Forward& forward, Int64 tasks, Int64 floats, Int64 least_keys) {
-  const Int64 most = std::min(kMostPartialFloats / floats, forward.call.params.Tk / least_keys);
-  return std::max<Int64>(1, std::min(ceil_div(kWantedSplits, tasks), most));
-}
-
-// Sequences [begin, end), their unfinished rows at `partial`: [end - begin][splits][Hkv][rows].
-struct Splits {
-  Int64 begin;
-  Int64 end;
-  Int64 splits;
-  Int64 floats;  // of one split of one sequence
-  float* partial;
-
-  float* at(Int64 b, Int64 split) const {
-    return partial + ((b - begin) * splits + split) * floats;
-  }
-};
-
-// Adds up what the splits left, in their order. A task is some rows of a kv head.
-void combine_splits(const Forward& forward, const Splits& splits) {
-  constexpr Int64 kRows = 16;
-  const Int64 parts = ceil_div(forward.rows, kRows), Hkv = forward.call.params.Hkv;
-  parallel_for((splits.end - splits.begin) * Hkv * parts, [&](Int64 index, int) {
-    const KvHead head = kv_head_at(forward.call.params, splits.begin * Hkv + index / parts);
-    CombineTask task;
-    task.b = head.b;
-    task.kv_head = head.head;
-    task.band = forward.band(task.b);
-    const Int64 first = index % parts * kRows;
-    task.rows = {first, std::min(forward.rows, first + kRows)};
-    task.splits = splits.splits;
-    task.split_floats = splits.floats;
-    task.partial = splits.at(task.b, 0) +
-                   (task.kv_head * forward.rows + task.rows.begin) * forward.row_floats();
-    forward.kernels.decode.combine(forward.call, task);
-  });
-}
-
-// Few rows of some sequences: keys in lanes, k and v streamed once.
-void decode_sequences(const Forward& forward, const Splits& splits, Int64 groups) {
-  const Int64 Hkv = forward.call.params.Hkv;
-  const Int64 parts = (splits.end - splits.begin) * splits.splits;
-  parallel_for(parts * groups, [&](Int64 index, int) {
-    const Int64 part = index / groups, group = index % groups, split = part % splits.splits;
-    DecodeTask task;
-    task.b = splits.begin + part / splits.splits;
-    task.band = forward.band(task.b);
-    task.heads = {group * Hkv / groups, (group + 1) * Hkv / groups};
-    task.keys = keys_of_split(forward, task.band, splits.splits, split);
-    task.partial = splits.at(task.b, split);
-    forward.kernels.decode.run(forward.call, task);
-  });
-  combine_splits(forward, splits);
-}
-
-// As many sequences at a time as their unfinished rows have room.
-void run_decode(const Forward& forward) {
-  const AttnParams& params = forward.call.params;
-  Splits splits;
-  splits.floats = params.Hkv * forward.rows * forward.row_floats();
-  const Int64 room = std::max<Int64>(1, kMostPartialFloats / splits.floats);
-  const Int64 sequences = std::min(params.B, room);
-  splits.splits = split_count(forward, sequences, sequences * splits.floats, 64);
-  const Int64 groups =
-      std::min<Int64>(params.Hkv, ceil_div(kWantedSplits, sequences * splits.splits));
-  const Int64 floats = sequences * splits.splits * splits.floats;
-  const Scratch scratch(static_cast<std::size_t>(floats) * sizeof(float));
-  splits.partial = reinterpret_cast<float*>(scratch.data());
-  for (splits.begin = 0; splits.begin < params.B; splits.begin = splits.end) {
-    splits.end = std::min(params.B, splits.begin + sequences);
-    decode_sequences(forward, splits, groups);
-  }
-}
+constexpr Int64 kWantedTasks = 16;  // each packs its keys, so more cost more
 
 // Rows a task: many, so that packing a key tile is paid for by many rows, but enough tasks to
 // balance, and some even for a single head.

@@ -32,6 +32,7 @@ FORGE_INLINE IntVec sees(const KeySpan& span, int key, int c) {
 
 // One row block: its state and its operands.
 struct RowBlock {
+  Int64 row;      // its first, among those of the kv head
   const Real* q;  // [hd][kRowBlock]
   Real* o;        // [hd][kRowBlock], the running sum of p v
   Real* m;        // [kRowBlock]
@@ -41,6 +42,7 @@ struct RowBlock {
 
 // Packed keys and values of the tile.
 struct KeyTile {
+  Int64 first;    // key
   const Real* k;  // [keys][k_stride], with kStep - 1 readable rows past the last
   Int64 k_stride;
   const Real* v;  // panels of kStep channels, [keys][kStep] each
@@ -49,36 +51,35 @@ struct KeyTile {
 };
 
 // scores[key][row] of the span, -inf where not visible; largest: the maximum of each row.
-template <bool Capped>
-FORGE_NOINLINE void score_span(const Real* q, const KeyTile& tile, Int64 hd, const ScoreMap& map,
+template <typename Map>
+FORGE_NOINLINE void score_span(const RowBlock& block, const KeyTile& tile, Int64 hd, const Map& map,
                                const KeySpan& span, Real* scores, Vec (&largest)[kRowVecs]) {
   Vec top[kRowVecs];
   FORGE_UNROLL
   for (int c = 0; c < kRowVecs; ++c) top[c] = broadcast(-__builtin_inff());
   for (int key = span.from; key < span.to; key += kStep) {
     Vec acc[kStep][kRowVecs];
-    dot_rows(tile.k + key * tile.k_stride, tile.k_stride, q, kRowBlock, hd, acc);
+    dot_rows(tile.k + key * tile.k_stride, tile.k_stride, block.q, kRowBlock, hd, acc);
     Real* to = scores + key * kRowBlock;
-    if (key >= span.full_from && key + kStep <= span.full_to) {
+    const bool whole = key >= span.full_from && key + kStep <= span.full_to;
+    const auto map_and_store = [&](int r, int c, bool masked) __attribute__((always_inline)) {
+      const PairPlace place = {block.row + c * kLanes, tile.first + key + r};
+      Vec s = map.score(acc[r][c], place);
+      if (masked) s = select(sees(span, key + r, c), s, broadcast(-__builtin_inff()));
+      store(to + r * kRowBlock + c * kLanes, s);
+      top[c] = max(s, top[c]);
+    };
+    if (whole) {
       FORGE_UNROLL
       for (int r = 0; r < kStep; ++r) {
         FORGE_UNROLL
-        for (int c = 0; c < kRowVecs; ++c) {
-          const Vec s = score_of<Capped>(acc[r][c], map);
-          store(to + r * kRowBlock + c * kLanes, s);
-          top[c] = max(s, top[c]);
-        }
+        for (int c = 0; c < kRowVecs; ++c) map_and_store(r, c, false);
       }
     } else {  // the edge of the mask or of the tile
       FORGE_UNROLL
       for (int r = 0; r < kStep; ++r) {
         FORGE_UNROLL
-        for (int c = 0; c < kRowVecs; ++c) {
-          const Vec s = select(sees(span, key + r, c), score_of<Capped>(acc[r][c], map),
-                               broadcast(-__builtin_inff()));
-          store(to + r * kRowBlock + c * kLanes, s);
-          top[c] = max(s, top[c]);
-        }
+        for (int c = 0; c < kRowVecs; ++c) map_and_store(r, c, true);
       }
     }
   }
@@ -195,14 +196,11 @@ FORGE_NOINLINE void add_all_values(const RowBlock& block, const KeyTile& tile, c
 }
 
 // One row block against one key tile.
+template <typename Map>
 FORGE_INLINE void add_tile(const RowBlock& block, const KeyTile& tile, const KeySpan& span,
-                           Int64 hd, const ScoreMap& map, Real* scores) {
+                           Int64 hd, const Map& map, Real* scores) {
   Vec largest[kRowVecs], alpha[kRowVecs];
-  if (map.softcap > 0) {
-    score_span<true>(block.q, tile, hd, map, span, scores, largest);
-  } else {
-    score_span<false>(block.q, tile, hd, map, span, scores, largest);
-  }
+  score_span(block, tile, hd, map, span, scores, largest);
   softmax_span(block, span, scores, largest, alpha);
   const bool whole = span.from >= span.full_from && span.to <= span.full_to;
   if (whole || tile.v_finite) {
