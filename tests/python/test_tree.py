@@ -13,7 +13,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 # A folder includes its own headers and those of folders with a lower rank.
-RANK = {"bindings": 4, "dispatch": 3, "materialized": 2, "cpu": 2, "metal": 2, "core": 1, "shared": 0}
+RANK = {
+    "bindings": 4,
+    "dispatch": 3,
+    "materialized": 2,
+    "cpu": 2,
+    "metal": 2,
+    "core": 1,
+    "shared": 0,
+}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 NUMPY = re.compile(r"^(pybind11/|Python\.h$|numpy/)")
 METAL_CPP = re.compile(r"^(Metal|Foundation|QuartzCore|MetalKit|MetalFX|AppKit)/")
