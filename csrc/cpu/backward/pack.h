@@ -175,11 +175,12 @@ void load_rows(const BackwardProblem& problem, BackwardBlock& block) {
   load_rows_of(problem, RowArrays<Real, Real>{arrays.q, arrays.dout, arrays.o}, block);
 }
 
+// One key or value; what it holds past hd are zeros.
 template <typename Stored>
-FORGE_INLINE Vec pack_key(const BackwardTiling& tiling, const Stored* from, Real* to) {
+FORGE_INLINE Vec pack_key(const Stored* from, Int64 hd, Int64 channels, Real* to) {
   Vec zeros{};
-  for (Int64 at = 0; at < tiling.channels; at += kLanes) {
-    const Vec x = load_within(from, at, tiling.hd);
+  for (Int64 at = 0; at < channels; at += kLanes) {
+    const Vec x = load_within(from, at, hd);
     zeros = fma(x, Vec{}, zeros);
     store(to + at, x);
   }
@@ -189,18 +190,23 @@ FORGE_INLINE Vec pack_key(const BackwardTiling& tiling, const Stored* from, Real
 template <typename Stored>
 FORGE_INLINE void load_keys_of(const AttnParams& params, const Stored* k, const Stored* v,
                                BackwardBlock& block) {
-  const BackwardTiling& tiling = block.tiling;
+  // Copies, since the stores below might change what they are copies of, for all a compiler knows.
+  const BackwardTiling tiling = block.tiling;
+  const Int64 count = block.tile_keys, k_row = params.k.row, v_row = params.v.row;
+  const Int64 ahead = params.Tk - block.tile_begin - tiling.keys;  // keys after this tile
+  Real* const k_to = block.k;
+  Real* const v_to = block.v;
   k += element_offset(params.k, block.b, block.tile_begin, block.kv_head);
   v += element_offset(params.v, block.b, block.tile_begin, block.kv_head);
-  const Int64 left = params.Tk - block.tile_begin;
   Vec zeros{};
-  for (Int64 key = 0; key < block.tile_keys; ++key) {
-    if (key + tiling.keys < left) {  // of the next tile
-      prefetch(k + (key + tiling.keys) * params.k.row, params.hd);
-      prefetch(v + (key + tiling.keys) * params.v.row, params.hd);
+  for (Int64 key = 0; key < count; ++key) {
+    if (key < ahead) {
+      prefetch(k + (key + tiling.keys) * k_row, tiling.hd);
+      prefetch(v + (key + tiling.keys) * v_row, tiling.hd);
     }
-    zeros = zeros + pack_key(tiling, k + key * params.k.row, block.k + key * tiling.key_stride);
-    pack_key(tiling, v + key * params.v.row, block.v + key * tiling.key_stride);
+    zeros = zeros +
+            pack_key(k + key * k_row, tiling.hd, tiling.channels, k_to + key * tiling.key_stride);
+    pack_key(v + key * v_row, tiling.hd, tiling.channels, v_to + key * tiling.key_stride);
   }
   block.keys_finite = all_zero(zeros);
 }

@@ -84,7 +84,8 @@ struct ScorePanels {
   }
 
   template <int Vecs>
-  FORGE_MEMBER void score_group(const Real* q, Int64 row, Int64 key) const {
+  // Not inlined: the chains then keep all registers.
+  FORGE_NOINLINE void score_group(const Real* q, Int64 row, Int64 key) const {
     constexpr int kRows = tile_rows<Vecs>();
     const BackwardTiling& tiling = block.tiling;
     Vec acc[kRows][Vecs];
