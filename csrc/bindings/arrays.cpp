@@ -78,4 +78,10 @@ std::vector<AttnRange> ranges_of(const py::handle& object) {
   return ranges;
 }
 
+py::array ranges_array(const std::vector<AttnRange>& ranges) {
+  py::array_t<std::int64_t> array({static_cast<py::ssize_t>(ranges.size()), py::ssize_t{3}});
+  std::memcpy(array.mutable_data(), ranges.data(), ranges.size() * sizeof(AttnRange));
+  return array;
+}
+
 }  // namespace forge::bindings

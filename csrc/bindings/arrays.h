@@ -18,4 +18,7 @@ ArrayView view_of(const pybind11::handle& object, const std::string& name);
 // Records {query_offset, key_start, key_end} from a C-contiguous int64 array [B, 3].
 std::vector<AttnRange> ranges_of(const pybind11::handle& object);
 
+// The way back.
+pybind11::array ranges_array(const std::vector<AttnRange>& ranges);
+
 }  // namespace forge::bindings

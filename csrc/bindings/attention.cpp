@@ -8,6 +8,7 @@
 #include "bindings/arrays.h"
 #include "bindings/gil.h"
 #include "bindings/options.h"
+#include "bindings/plain_calls.h"
 #include "core/cpu_target.h"
 #include "core/errors.h"
 #include "dispatch/backend.h"
@@ -55,11 +56,6 @@ class Call {
     params.hd = head_count(query_like.shape[3], "head dim");
     params.Tk = key_like.shape[1];
     params.Hkv = head_count(key_like.shape[2], "num_kv_heads");
-    params.causal = options.causal ? 1 : 0;
-    params.window_left = options.window_left;
-    params.window_right = options.window_right;
-    params.scale = options.scale;
-    params.softcap = options.softcap;
   }
 
   // When all arrays are checked: what is written must be writeable, and memory is taken for key
@@ -72,13 +68,8 @@ class Call {
       owned.push_back(output->owner);
       nothing_to_write = nothing_to_write && is_empty(*output);
     }
-    if (!options.ranges.is_none()) {
-      problem.ranges = ranges_of(options.ranges);
-    } else {
-      if (nothing_to_write) params.B = 0;
-      problem.ranges.assign(static_cast<std::size_t>(params.B),
-                            {params.Tk - params.Tq, 0, params.Tk});
-    }
+    if (options.ranges.is_none() && nothing_to_write) params.B = 0;
+    set_options(options, problem);
     check_problem(problem);
   }
 
@@ -104,6 +95,7 @@ class Call {
 };
 
 py::dict as_dict(const RunInfo& info, const BackendChoice& choice) {
+  forget_plain_run();
   py::dict passed_over;
   for (const auto& [name, reason] : choice.passed_over) passed_over[name.c_str()] = reason;
   py::dict result;

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "bindings/attention.h"
+#include "bindings/plain_calls.h"
 #include "core/cpu_target.h"
 #include "core/errors.h"
 #include "core/thread_pool.h"
@@ -68,6 +69,7 @@ PYBIND11_MODULE(_forge, module) {
     }
   });
   forge::bindings::register_attention(module);
+  forge::bindings::register_plain_calls(module);
   module.def("backends", &backends);
   module.def("build_config", &build_config);
   module.def("num_threads", &forge::num_threads);

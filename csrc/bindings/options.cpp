@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "bindings/arrays.h"
 #include "core/errors.h"
 
 namespace py = pybind11;
@@ -10,8 +11,9 @@ namespace forge::bindings {
 namespace {
 
 py::object field(const py::dict& given, const char* name) {
-  if (!given.contains(name)) throw TypeError("options must have " + std::string(name));
-  return given[name];
+  PyObject* value = PyDict_GetItemString(given.ptr(), name);
+  if (value == nullptr) throw TypeError("options must have " + std::string(name));
+  return py::reinterpret_borrow<py::object>(value);
 }
 
 [[noreturn]] void wrong_type(const char* name, const char* expected, const py::object& got) {
@@ -71,6 +73,21 @@ Options materialized_options_of(const py::dict& given) {
   Options options = options_of(given);
   options.kernel = "materialized";
   return options;
+}
+
+void set_options(const Options& options, Problem& problem) {
+  AttnParamsOf<double>& params = problem.params;
+  params.causal = options.causal ? 1 : 0;
+  params.window_left = options.window_left;
+  params.window_right = options.window_right;
+  params.scale = options.scale;
+  params.softcap = options.softcap;
+  if (options.ranges.is_none()) {
+    problem.ranges.assign(static_cast<std::size_t>(params.B),
+                          {params.Tk - params.Tq, 0, params.Tk});
+  } else {
+    problem.ranges = ranges_of(options.ranges);
+  }
 }
 
 }  // namespace forge::bindings

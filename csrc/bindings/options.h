@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <string>
 
+#include "core/problem.h"
+
 namespace forge::bindings {
 
 // Everything about a call but its arrays.
@@ -28,5 +30,8 @@ Options options_of(const pybind11::dict& given);
 
 // The same for the four kernels, which are materialized whatever the options say.
 Options materialized_options_of(const pybind11::dict& given);
+
+// Sets what the options say of a problem whose sizes are set: mask, scale and key ranges.
+void set_options(const Options& options, Problem& problem);
 
 }  // namespace forge::bindings

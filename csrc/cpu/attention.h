@@ -8,7 +8,8 @@ namespace forge::cpu {
 
 constexpr Int32 kMaxHeadDim = 512;
 
-// Writes o, row_max and row_sum. Throws std::bad_alloc before anything is written.
+// Writes o and, where they are not null, row_max and row_sum. Throws std::bad_alloc before anything
+// is written.
 void attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays, CpuTarget target);
 
 // Writes dq, dk and dv, or adds to what they hold; d = dout . o - dlse is worked out on the way,

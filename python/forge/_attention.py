@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from forge import _forge, _run
@@ -19,6 +21,7 @@ from forge._arrays import (
 )
 from forge._memory import check_memory
 from forge._options import (
+    Heads,
     MaskAndScale,
     Positions,
     Window,
@@ -28,6 +31,8 @@ from forge._options import (
     kernel_name,
 )
 from forge._saved import Call, Saved
+
+_ALL_IN_PLACE = {"q": IN_PLACE, "k": IN_PLACE, "v": IN_PLACE}
 
 
 def _check_dtype(arrays: dict[str, Array], kernel: str, values: dict[str, object]) -> None:
@@ -157,10 +162,26 @@ def attention(
         MemoryError: ``p`` or the result does not fit; raised before anything is allocated.
         RuntimeError: the device failed; the content of ``out`` is then undefined.
     """
-    return attention_forward(
+    plain = _forge.attention(
         q,
         k,
         v,
+        causal,
+        window,
+        softcap,
+        scale,
+        query_offset,
+        key_start,
+        key_end,
+        num_heads,
+        num_kv_heads,
+        kernel,
+        backend,
+        out,
+    )
+    if plain is not None:
+        return plain
+    given = MaskAndScale(
         causal=causal,
         window=window,
         softcap=softcap,
@@ -168,12 +189,9 @@ def attention(
         query_offset=query_offset,
         key_start=key_start,
         key_end=key_end,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        kernel=kernel,
-        backend=backend,
-        out=out,
-    )[0]
+    )
+    values = {"q": q, "k": k, "v": v}
+    return _forward(_prepare(values, given, (num_heads, num_kv_heads), kernel, backend), out)[0]
 
 
 def attention_forward(
@@ -201,6 +219,25 @@ def attention_forward(
     Returns:
         ``(o, saved)``: :func:`attention_backward` takes ``saved``, options and all.
     """
+    plain = _forge.attention_forward(
+        q,
+        k,
+        v,
+        causal,
+        window,
+        softcap,
+        scale,
+        query_offset,
+        key_start,
+        key_end,
+        num_heads,
+        num_kv_heads,
+        kernel,
+        backend,
+        out,
+    )
+    if plain is not None:
+        return _saved_plainly(q, k, v, plain)  # type: ignore[arg-type]  # plain: they are arrays
     given = MaskAndScale(
         causal=causal,
         window=window,
@@ -252,6 +289,10 @@ def attention_backward(
         raise TypeError(f"saved must come from attention_forward, got {type(saved).__name__}")
     accumulate = as_bool("accumulate", accumulate)
     call = saved._call
+    if dlse is None and dq is None and dk is None and dv is None and not accumulate:
+        plain = _plain_gradients(dout, saved)
+        if plain is not None:
+            return plain
     dtype = call.q.dtype
     given = {"dout": as_input("dout", dout)}
     if dlse is not None:
@@ -269,6 +310,34 @@ def attention_backward(
     outputs, results = _gradients(saved, read, {"dq": dq, "dk": dk, "dv": dv}, accumulate)
     _run_backward(saved, inputs, outputs, accumulate, arrays)
     return results["dq"], results["dk"], results["dv"]
+
+
+def _saved_plainly(q: Array, k: Array, v: Array, plain: tuple[Any, ...]) -> tuple[Array, Saved]:
+    """Return what attention_forward does, from the compiled module's own forward call."""
+    o, row_max, row_sum, options, sizes = plain
+    heads = Heads(*sizes)
+    call = Call(
+        q=split_heads(q, heads.H),
+        k=split_heads(k, heads.Hkv),
+        v=split_heads(v, heads.Hkv),
+        ndim=q.ndim,
+        heads=heads,
+        options=options,
+        kernel="fused",
+        given={"q": q, "k": k, "v": v},
+        arrays=_ALL_IN_PLACE,
+    )
+    return o, Saved(call, o, row_max, row_sum, None, "cpu")
+
+
+def _plain_gradients(dout: object, saved: Saved) -> tuple[Array, Array, Array] | None:
+    """Return new gradients where the compiled module takes the call as it is, else None."""
+    call = saved._call
+    if saved.backend != "cpu" or call.arrays != _ALL_IN_PLACE:
+        return None
+    return _forge.attention_backward(
+        dout, call.q, call.k, call.v, saved.out, saved.row_max, saved.row_sum, call.options
+    )
 
 
 def _gradients(

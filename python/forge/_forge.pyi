@@ -15,6 +15,56 @@ class Options(TypedDict):
     backend: str
     cpu_target: str
 
+# Calls that cost little. None, with nothing touched: Python is to check everything and to call
+# attention_fwd or attention_bwd.
+def attention(
+    q: object,
+    k: object,
+    v: object,
+    causal: object,
+    window: object,
+    softcap: object,
+    scale: object,
+    query_offset: object,
+    key_start: object,
+    key_end: object,
+    num_heads: object,
+    num_kv_heads: object,
+    kernel: object,
+    backend: object,
+    out: object,
+    /,
+) -> Array | None: ...
+def attention_forward(
+    q: object,
+    k: object,
+    v: object,
+    causal: object,
+    window: object,
+    softcap: object,
+    scale: object,
+    query_offset: object,
+    key_start: object,
+    key_end: object,
+    num_heads: object,
+    num_kv_heads: object,
+    kernel: object,
+    backend: object,
+    out: object,
+    /,
+) -> tuple[Array, Array, Array, Options, tuple[int, int, int, int, int, int]] | None: ...
+def attention_backward(
+    dout: object,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    row_max: Array,
+    row_sum: Array,
+    options: Options,
+    /,
+) -> tuple[Array, Array, Array] | None: ...
+def last_plain_run() -> dict[str, Any] | None: ...
 def attention_fwd(
     q: Array,
     k: Array,

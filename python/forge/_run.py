@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from forge import _forge
 from forge._arrays import IN_PLACE
 
 _state = threading.local()
@@ -30,7 +31,7 @@ def last_run() -> dict[str, Any] | None:
         ``arrays``: for each input ``"in place"`` or ``"copied: <reason>"``; on a GPU, for each
         input and output, ``"wrapped"`` (its memory is the GPU's buffer) or ``"copied: <reason>"``.
     """
-    last = getattr(_state, "last", None)
+    last = _forge.last_plain_run() or getattr(_state, "last", None)
     if last is None:
         return None
     return {key: dict(value) if isinstance(value, dict) else value for key, value in last.items()}

@@ -26,7 +26,8 @@ except ImportError as error:
         "forge"
     ) from error
 
-from forge._arrays import as_bool, as_int, float64_for_fused, wrong_precision
+from forge import _forge
+from forge._arrays import Array, as_bool, as_int, float64_for_fused, wrong_precision
 from forge._options import Positions, Window, as_int_array, as_window, kernel_name
 from forge._torch_ops import Options, forward_op
 
@@ -56,6 +57,41 @@ def _check_tensor(name: str, value: object) -> None:
             f"{name} must have no forward-mode tangent; forge has no jvp: use reverse mode "
             "(backward, torch.autograd.grad), or F.scaled_dot_product_attention"
         )
+
+
+# How many modes watch what PyTorch dispatches (fake tensors, tracers, counters).
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+
+
+def _array_of(x: Any) -> Array | None:
+    """Return the memory of a tensor that nobody differentiates or traces; None for any other."""
+    if type(x) is not Tensor or forward_ad.unpack_dual(x).tangent is not None:
+        return None
+    if x.requires_grad:
+        if torch.is_grad_enabled():
+            return None
+        x = x.detach()
+    try:
+        array: Array = x.numpy()
+    except (RuntimeError, TypeError):  # no CPU tensor, no dtype of NumPy's, a tensor of torch.func
+        return None
+    return array
+
+
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> Tensor | None:
+    """Call the compiled module on the tensors' memory; None where that would miss something.
+
+    An operator of PyTorch costs more than a small attention does.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None
+    if _dispatch_modes is None or _dispatch_modes():
+        return None
+    arrays = [_array_of(x) for x in (q, k, v)]
+    if any(array is None for array in arrays):
+        return None
+    out = _forge.attention(*arrays, *options, None)  # type: ignore[call-arg]  # as many as it takes
+    return None if out is None else torch.from_numpy(out)
 
 
 def _check_precision(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> None:
@@ -148,6 +184,25 @@ def attention(
         NotImplementedError: forward-mode differentiation (torch.func.jvp and the like).
         MemoryError: the results do not fit.
     """
+    if return_lse is False:
+        plain = _plain_attention(
+            q,
+            k,
+            v,
+            causal,
+            window,
+            softcap,
+            scale,
+            query_offset,
+            key_start,
+            key_end,
+            num_heads,
+            num_kv_heads,
+            kernel,
+            backend,
+        )
+        if plain is not None:
+            return plain
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, value)
     causal, return_lse = as_bool("causal", causal), as_bool("return_lse", return_lse)

@@ -244,8 +244,10 @@ void combine_rows(const ForwardCall& call, const CombineTask& task, Stored* o) {
         combine_row(parts, !is_empty(visible_keys(task.band, at.query)), params.hd,
                     o + element_offset(params.o, task.b, at.query, at.head));
     const Int64 stat = row_index(params, task.b, at.head, at.query);
-    call.row_max[stat] = end.m;
-    call.row_sum[stat] = end.l;
+    if (call.row_max != nullptr) {
+      call.row_max[stat] = end.m;
+      call.row_sum[stat] = end.l;
+    }
   }
 }
 

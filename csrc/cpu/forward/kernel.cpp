@@ -196,8 +196,10 @@ FORGE_NOINLINE void finish_block(const TaskState& state, Stored* o, Int64 index)
       const AttnRow<Real> row = finished_row(!is_empty(visible_keys(task.band, at.query)),
                                              state.work.m[slot], state.work.l[slot]);
       const Int64 stat = row_index(call.params, task.b, at.head, at.query);
-      call.row_max[stat] = row.m;
-      call.row_sum[stat] = row.l;
+      if (call.row_max != nullptr) {
+        call.row_max[stat] = row.m;
+        call.row_sum[stat] = row.l;
+      }
       ends.o[lane] = o + element_offset(call.params.o, task.b, at.query, at.head);
       ends.factor[lane] = 1 / row.l;
       ends.zeroed[lane] = row.live ? 0 : -1;

@@ -14,7 +14,7 @@ struct ForwardCall {
   const float* k;
   const float* v;
   float* o;
-  float* row_max;
+  float* row_max;  // null where the statistics are not asked for; then row_sum is too
   float* row_sum;
 };
 

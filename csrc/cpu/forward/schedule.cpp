@@ -73,6 +73,7 @@ void forward_without_keys(const Problem& problem, const ForwardArrays<float>& ar
   const AttnParamsOf<double>& params = problem.params;
   const Int64 rows = params.B * params.H * params.Tq;
   fill_zero(arrays.o, params.o, params, params.Tq, params.H);
+  if (arrays.stats.row_max == nullptr) return;
   std::fill_n(arrays.stats.row_max, rows, -std::numeric_limits<float>::infinity());
   std::fill_n(arrays.stats.row_sum, rows, 0.0f);
 }

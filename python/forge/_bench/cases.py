@@ -110,6 +110,8 @@ CASES = {
         Case("2kcap", 1, 2048, 2048, 8, 2, 64, softcap=50.0),
         Case("dec", 1, 1, 4096, 8, 8, 64),
         Case("decg", 1, 1, 4096, 32, 8, 128),
+        Case("call", 1, 1, 16, 8, 8, 64),  # next to nothing to compute: what a call costs
+        Case("call1", 1, 1, 1, 1, 1, 8),
     )
 }
 QUICK = ("128", "512g", "dec")

@@ -1,0 +1,371 @@
+#include "bindings/plain_calls.h"
+
+#include <pybind11/numpy.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <optional>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "bindings/gil.h"
+#include "bindings/options.h"
+#include "bindings/plain_arrays.h"
+#include "core/cpu_target.h"
+#include "core/thread_pool.h"
+#include "core/validate.h"
+#include "dispatch/backend.h"
+#include "dispatch/cpu_backend.h"
+
+namespace py = pybind11;
+
+namespace forge::bindings {
+namespace {
+
+// Larger results are worth asking the system about its memory first, which the Python layer does.
+constexpr Int64 kMostFloats = Int64{16} << 20;
+
+// rows is the size of an array and no overflow; floats_each is a size or two of one axis.
+bool is_small(Int64 rows, Int64 floats_each) { return rows <= kMostFloats / floats_each; }
+
+// What the last plain call of this thread ran on. Kept in numbers: a record in words is made when
+// it is asked for.
+struct PlainRun {
+  bool valid = false;
+  bool backward = false;
+  bool names_backend = false;
+  CpuTarget target = CpuTarget::kBaseline;
+  int threads = 1;
+};
+thread_local PlainRun last_run;
+
+bool int_of(PyObject* object, Int64& value) {
+  if (!PyLong_CheckExact(object)) return false;
+  int overflow = 0;
+  value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow == 0;
+}
+
+bool real_of(PyObject* object, double& value) {
+  if (PyFloat_Check(object)) {  // NumPy's float64 is one
+    value = PyFloat_AS_DOUBLE(object);
+    return true;
+  }
+  Int64 number = 0;
+  if (!int_of(object, number)) return false;
+  value = static_cast<double>(number);
+  return true;
+}
+
+bool bool_of(PyObject* object, Int32& value) {
+  value = object == Py_True ? 1 : 0;
+  return PyBool_Check(object);
+}
+
+bool window_of(PyObject* object, Int64& left, Int64& right) {
+  left = right = -1;
+  if (object == Py_None) return true;
+  if (PyTuple_CheckExact(object)) {
+    return PyTuple_GET_SIZE(object) == 2 && int_of(PyTuple_GET_ITEM(object, 0), left) &&
+           int_of(PyTuple_GET_ITEM(object, 1), right);
+  }
+  if (!int_of(object, left) || left < 1) return false;
+  --left;
+  return true;
+}
+
+bool is_text(PyObject* object, const char* text) {
+  return PyUnicode_CheckExact(object) && PyUnicode_CompareWithASCIIString(object, text) == 0;
+}
+
+bool is_set(const char* variable) {
+  const char* text = std::getenv(variable);
+  return text != nullptr && *text != '\0';
+}
+
+// Whether the CPU is what the call would run on: named, or first of those that could serve.
+bool runs_on_cpu(PyObject* backend) {
+  if (is_set("FORGE_CPU_TARGET")) return false;
+  if (backend != Py_None) return is_text(backend, "cpu");
+  if (is_set("FORGE_BACKEND")) return false;
+  static const bool alone = std::strcmp(FORGE_METAL_MODE, "off") == 0;
+  return alone;
+}
+
+// The arguments of forge.attention, in its order.
+enum Argument {
+  kQ,
+  kK,
+  kV,
+  kCausal,
+  kWindow,
+  kSoftcap,
+  kScale,
+  kQueryOffset,
+  kKeyStart,
+  kKeyEnd,
+  kNumHeads,
+  kNumKvHeads,
+  kKernel,
+  kBackend,
+  kOut,
+  kArguments
+};
+
+bool ranges_of_call(PyObject* const* given, Problem& problem) {
+  const AttnParamsOf<double>& params = problem.params;
+  AttnRange range = {params.Tk - params.Tq, 0, params.Tk};
+  const auto position = [&](Argument at, Int64& value) {
+    return given[at] == Py_None || int_of(given[at], value);
+  };
+  if (!position(kQueryOffset, range.query_offset) || !position(kKeyStart, range.key_start) ||
+      !position(kKeyEnd, range.key_end)) {
+    return false;
+  }
+  const bool counts =
+      params.window_left >= 0 || params.window_right >= 0 || (params.causal != 0 && params.Tq > 1);
+  if (given[kKeyEnd] != Py_None && given[kQueryOffset] == Py_None && counts &&
+      params.Tq != params.Tk) {
+    return false;  // two readings
+  }
+  problem.ranges.assign(static_cast<std::size_t>(params.B), range);
+  return true;
+}
+
+bool options_of_call(PyObject* const* given, Problem& problem) {
+  AttnParamsOf<double>& params = problem.params;
+  params.scale = 1 / std::sqrt(static_cast<double>(params.hd));
+  params.softcap = 0;
+  return bool_of(given[kCausal], params.causal) &&
+         window_of(given[kWindow], params.window_left, params.window_right) &&
+         (given[kSoftcap] == Py_None || real_of(given[kSoftcap], params.softcap)) &&
+         (given[kScale] == Py_None || real_of(given[kScale], params.scale)) &&
+         (given[kKernel] == Py_None || is_text(given[kKernel], "fused"));
+}
+
+void set_sizes(const HeadsView& q, const HeadsView& k, Problem& problem) {
+  problem.dtype = DType::kFloat32;
+  problem.family = Family::kFused;
+  AttnParamsOf<double>& params = problem.params;
+  params.B = q.B;
+  params.Tq = q.T;
+  params.Tk = k.T;
+  params.H = static_cast<Int32>(q.heads);
+  params.Hkv = static_cast<Int32>(k.heads);
+  params.hd = static_cast<Int32>(q.hd);
+  params.q = q.strides;
+  params.k = k.strides;
+}
+
+bool is_valid(const Problem& problem) {
+  if (!cpu_backend().supports(problem).ok) return false;
+  try {
+    check_problem(problem);
+    return true;
+  } catch (const std::exception&) {
+    return false;  // the Python layer finds the words
+  }
+}
+
+void record(bool backward, bool names_backend, CpuTarget target) {
+  last_run = {true, backward, names_backend, target, num_threads()};
+}
+
+// What attention_backward takes, as the Python layer would have put it together.
+py::dict options_dict(const Problem& problem, bool has_ranges, bool names_backend) {
+  const AttnParamsOf<double>& params = problem.params;
+  py::dict options;
+  options["causal"] = params.causal != 0;
+  options["window_left"] = params.window_left;
+  options["window_right"] = params.window_right;
+  options["softcap"] = params.softcap;
+  options["scale"] = params.scale;
+  options["ranges"] = has_ranges ? ranges_array(problem.ranges) : py::object(py::none());
+  options["kernel"] = "fused";
+  options["backend"] = names_backend ? "cpu" : "";
+  options["cpu_target"] = "";
+  return options;
+}
+
+struct Forward {
+  Problem problem;
+  HeadsView q, k, v;
+};
+
+std::optional<Forward> plain_forward(PyObject* const* given) {
+  if (given[kOut] != Py_None || !runs_on_cpu(given[kBackend])) return std::nullopt;
+  Int64 heads = 0, kv_heads = 0;
+  if (given[kNumHeads] != Py_None && !int_of(given[kNumHeads], heads)) return std::nullopt;
+  kv_heads = heads;
+  if (given[kNumKvHeads] != Py_None && !int_of(given[kNumKvHeads], kv_heads)) return std::nullopt;
+  const auto q = heads_view(given[kQ], heads);
+  const auto k = heads_view(given[kK], kv_heads);
+  const auto v = heads_view(given[kV], kv_heads);
+  if (!q || !k || !v || !fit_together(*q, *k, *v)) return std::nullopt;
+  if (q->ndim == 4 && (given[kNumHeads] != Py_None || given[kNumKvHeads] != Py_None)) {
+    return std::nullopt;
+  }
+  if (!is_small(q->rows(), q->hd + 2)) return std::nullopt;
+  Forward forward = {{}, *q, *k, *v};
+  set_sizes(*q, *k, forward.problem);
+  forward.problem.params.v = v->strides;
+  forward.problem.params.o = contiguous_strides(q->T, q->heads, q->hd);
+  if (!options_of_call(given, forward.problem) || !ranges_of_call(given, forward.problem) ||
+      !is_valid(forward.problem)) {
+    return std::nullopt;
+  }
+  return forward;
+}
+
+// Runs it into o; row statistics are saved where they are asked for.
+void run(const Forward& forward, const py::object& o, float* row_max, float* row_sum) {
+  ForwardBuffers buffers;
+  buffers.f32 = {forward.q.data, forward.k.data, forward.v.data,
+                 data_of(o),     nullptr,        {row_max, row_sum}};
+  const GilRelease release;  // the arguments keep the arrays alive
+  cpu_backend().forward(forward.problem, buffers, "");
+}
+
+py::object attention(PyObject* const* given) {
+  const std::optional<Forward> forward = plain_forward(given);
+  if (!forward) return py::none();
+  const HeadsView& q = forward->q;
+  py::object o = new_heads(q.ndim, q.B, q.T, q.heads, q.hd);
+  run(*forward, o, nullptr, nullptr);
+  record(false, given[kBackend] != Py_None, usable_cpu_targets().front());
+  return o;
+}
+
+py::object attention_forward(PyObject* const* given) {
+  const std::optional<Forward> forward = plain_forward(given);
+  if (!forward) return py::none();
+  const HeadsView& q = forward->q;
+  py::object o = new_heads(q.ndim, q.B, q.T, q.heads, q.hd);
+  const py::object row_max = new_rows(q);
+  const py::object row_sum = new_rows(q);
+  run(*forward, o, data_of(row_max), data_of(row_sum));
+  const bool names_backend = given[kBackend] != Py_None;
+  record(false, names_backend, usable_cpu_targets().front());
+  const bool has_ranges =
+      given[kQueryOffset] != Py_None || given[kKeyStart] != Py_None || given[kKeyEnd] != Py_None;
+  const HeadsView& k = forward->k;
+  return py::make_tuple(o, row_max, row_sum,
+                        options_dict(forward->problem, has_ranges, names_backend),
+                        py::make_tuple(q.B, q.T, k.T, q.heads, k.heads, q.hd));
+}
+
+// dout, q, k, v, o, row_max, row_sum, options: q, k and v with heads split, the rest as saved.
+enum SavedArgument {
+  kSavedDout,
+  kSavedQ,
+  kSavedK,
+  kSavedV,
+  kSavedO,
+  kSavedRowMax,
+  kSavedRowSum,
+  kSavedOptions,
+  kSavedArguments
+};
+
+py::object attention_backward(PyObject* const* given) {
+  if (!PyDict_CheckExact(given[kSavedOptions])) return py::none();
+  const auto q = heads_view(given[kSavedQ], 0);
+  const auto k = heads_view(given[kSavedK], 0);
+  const auto v = heads_view(given[kSavedV], 0);
+  if (!q || !k || !v || !fit_together(*q, *k, *v)) return py::none();
+  const auto o = heads_view(given[kSavedO], q->heads);
+  const auto dout = heads_view(given[kSavedDout], q->heads);
+  if (!o || !dout || dout->ndim != o->ndim || !same_shape(*o, *q) || !same_shape(*dout, *q)) {
+    return py::none();
+  }
+  const float* row_max = row_statistics(given[kSavedRowMax], *q);
+  const float* row_sum = row_statistics(given[kSavedRowSum], *q);
+  if (!row_max || !row_sum || !is_small(q->rows(), q->hd) || !is_small(k->rows(), 2 * k->hd)) {
+    return py::none();
+  }
+  const Options options = options_of(py::reinterpret_borrow<py::dict>(given[kSavedOptions]));
+  if (options.kernel != "fused") return py::none();
+  Problem problem;
+  set_sizes(*q, *k, problem);
+  set_options(options, problem);
+  AttnParamsOf<double>& params = problem.params;
+  params.v = v->strides;
+  params.o = o->strides;
+  params.dout = dout->strides;
+  params.dq = contiguous_strides(q->T, q->heads, q->hd);
+  params.dk = params.dv = contiguous_strides(k->T, k->heads, k->hd);
+  if (!is_valid(problem)) return py::none();
+  const py::object dq = new_heads(o->ndim, q->B, q->T, q->heads, q->hd);
+  const py::object dk = new_heads(o->ndim, k->B, k->T, k->heads, k->hd);
+  const py::object dv = new_heads(o->ndim, k->B, k->T, k->heads, k->hd);
+  BackwardBuffers buffers;
+  buffers.f32 = {q->data,    k->data,     v->data,     o->data,
+                 dout->data, nullptr,     nullptr,     {row_max, row_sum},
+                 nullptr,    data_of(dq), data_of(dk), data_of(dv)};
+  {
+    const GilRelease release;
+    cpu_backend().backward(problem, buffers, false, options.cpu_target);
+  }
+  record(true, true, choose_cpu_target(options.cpu_target));
+  return py::make_tuple(dq, dk, dv);
+}
+
+// A function of so many positional arguments, without what pybind11 adds to a call.
+template <py::object (*Function)(PyObject* const*), int Arguments>
+PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != Arguments) {
+    return PyErr_Format(PyExc_TypeError, "%d arguments must be given, got %zd", Arguments, count);
+  }
+  try {
+    return Function(given).release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+py::object last_plain_run() {
+  if (!last_run.valid) return py::none();
+  py::dict result, passed_over, arrays;
+  for (const Backend* backend : backends()) {
+    if (last_run.names_backend || backend == &cpu_backend()) break;
+    passed_over[backend->name()] = backend->available().reason;
+  }
+  for (const char* name : {"q", "k", "v"}) arrays[name] = "in place";
+  if (last_run.backward) arrays["dout"] = "in place";
+  result["backend"] = "cpu";
+  for (const char* name : {"kernel", "requested_kernel"}) result[name] = "fused";
+  result["cpu_target"] = cpu_target_name(last_run.target);
+  result["threads"] = last_run.threads;
+  for (const char* name : {"device", "library"}) result[name] = "";
+  result["arrays"] = arrays;
+  result["passed_over"] = passed_over;
+  return result;
+}
+
+template <py::object (*Function)(PyObject* const*), int Arguments>
+void add(py::module_& module, const char* name) {
+  static PyMethodDef method = {
+      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call<Function, Arguments>)),
+      METH_FASTCALL, nullptr};
+  module.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
+}
+
+}  // namespace
+
+void forget_plain_run() { last_run.valid = false; }
+
+void register_plain_calls(py::module_& module) {
+  add<attention, kArguments>(module, "attention");
+  add<attention_forward, kArguments>(module, "attention_forward");
+  add<attention_backward, kSavedArguments>(module, "attention_backward");
+  module.def("last_plain_run", &last_plain_run);
+}
+
+}  // namespace forge::bindings
