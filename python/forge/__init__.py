@@ -5,6 +5,9 @@ from __future__ import annotations
 import os as _os
 from typing import Any
 
+from forge import _interpreter as _interpreter  # first: it refuses where the others would hang
+
+# isort: split
 from forge import _forge, kernels, plot
 from forge._arrays import as_int as _as_int
 from forge._arrays import empty
