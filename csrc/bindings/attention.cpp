@@ -6,9 +6,9 @@
 #include <string>
 
 #include "bindings/arrays.h"
-#include "bindings/gil.h"
 #include "bindings/options.h"
 #include "bindings/plain_calls.h"
+#include "bindings/without_gil.h"
 #include "core/cpu_target.h"
 #include "core/errors.h"
 #include "dispatch/backend.h"
@@ -175,11 +175,9 @@ struct ForwardCall {
 
 py::dict run_forward(const ForwardCall& forward, const Options& options) {
   const BackendChoice choice = choose_backend(forward.call.problem, options.backend);
-  RunInfo info;
-  {
-    const GilRelease release;  // the arguments keep the arrays alive
-    info = choice.backend->forward(forward.call.problem, forward.buffers, options.cpu_target);
-  }
+  const RunInfo info = without_gil([&] {  // the arguments keep the arrays alive
+    return choice.backend->forward(forward.call.problem, forward.buffers, options.cpu_target);
+  });
   return as_dict(info, choice);
 }
 
@@ -228,11 +226,9 @@ struct BackwardCall {
 py::dict run_kernel(BackwardKernel kernel, const Call& call, const BackwardCall& arrays,
                     const Options& options) {
   const BackendChoice choice = choose_backend(call.problem, options.backend);
-  RunInfo info;
-  {
-    const GilRelease release;
-    info = choice.backend->run_kernel(kernel, call.problem, arrays.buffers, options.cpu_target);
-  }
+  const RunInfo info = without_gil([&] {  // the arguments keep the arrays alive
+    return choice.backend->run_kernel(kernel, call.problem, arrays.buffers, options.cpu_target);
+  });
   return as_dict(info, choice);
 }
 
@@ -285,11 +281,9 @@ py::dict attention_bwd(const py::dict& arrays_given, bool accumulate,
   call.finish(options, {&arrays.dq, &arrays.dk, &arrays.dv});
   arrays.fill(call);
   const BackendChoice choice = choose_backend(call.problem, options.backend);
-  RunInfo info;
-  {
-    const GilRelease release;
-    info = choice.backend->backward(call.problem, arrays.buffers, accumulate, options.cpu_target);
-  }
+  const RunInfo info = without_gil([&] {  // the arguments keep the arrays alive
+    return choice.backend->backward(call.problem, arrays.buffers, accumulate, options.cpu_target);
+  });
   return as_dict(info, choice);
 }
 

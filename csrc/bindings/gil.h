@@ -13,8 +13,15 @@ class GilRelease {
   GilRelease(const GilRelease&) = delete;
   GilRelease& operator=(const GilRelease&) = delete;
 
+  // Takes the GIL for a moment and runs the handlers of signals that have come. Whether one of them
+  // raised: its exception is then set for when the GIL is back.
+  bool handler_raised();
+
  private:
   void* state_;
 };
+
+// Whether Python runs signal handlers in this thread.
+bool on_main_thread();
 
 }  // namespace forge::bindings

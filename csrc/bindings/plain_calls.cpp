@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "bindings/arrays.h"
-#include "bindings/gil.h"
 #include "bindings/options.h"
 #include "bindings/plain_arrays.h"
+#include "bindings/without_gil.h"
 #include "core/cpu_target.h"
 #include "core/thread_pool.h"
 #include "core/validate.h"
@@ -224,8 +224,9 @@ void run(const Forward& forward, const py::object& o, float* row_max, float* row
   ForwardBuffers buffers;
   buffers.f32 = {forward.q.data, forward.k.data, forward.v.data,
                  data_of(o),     nullptr,        {row_max, row_sum}};
-  const GilRelease release;  // the arguments keep the arrays alive
-  cpu_backend().forward(forward.problem, buffers, "");
+  without_gil([&] {  // the arguments keep the arrays alive
+    return cpu_backend().forward(forward.problem, buffers, "");
+  });
 }
 
 py::object attention(PyObject* const* given) {
@@ -304,10 +305,7 @@ py::object attention_backward(PyObject* const* given) {
   buffers.f32 = {q->data,    k->data,     v->data,     o->data,
                  dout->data, nullptr,     nullptr,     {row_max, row_sum},
                  nullptr,    data_of(dq), data_of(dk), data_of(dv)};
-  {
-    const GilRelease release;
-    cpu_backend().backward(problem, buffers, false, options.cpu_target);
-  }
+  without_gil([&] { return cpu_backend().backward(problem, buffers, false, options.cpu_target); });
   record(true, true, choose_cpu_target(options.cpu_target));
   return py::make_tuple(dq, dk, dv);
 }

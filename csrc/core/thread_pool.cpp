@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "core/cpu_count.h"
+#include "core/interrupt.h"
+#include "core/stop.h"
 
 #if defined(__linux__)
 #include <sched.h>
@@ -61,21 +63,38 @@ class SignalsBlocked {
 #endif
 };
 
-// One parallel region: tasks are claimed off a shared counter, first to last.
+// One parallel region: tasks are claimed off a shared counter, first to last. Once stopped, tasks
+// return early and no more are claimed.
 struct Region {
   TaskFunction function;
   void* context;
   std::int64_t tasks;
   std::atomic<std::int64_t> next{0};
+  std::atomic<bool> stopped{false};
 
-  void run(int worker) {
-    for (;;) {
-      const std::int64_t task = next.fetch_add(1, std::memory_order_relaxed);
-      if (task >= tasks) return;
-      function(context, task, worker);
-    }
+  void run(int worker);
+
+  // Only the thread of the call can be interrupted; the others see what it found.
+  bool should_stop() {
+    if (stopped.load(std::memory_order_relaxed)) return true;
+    if (!interrupt_asked()) return false;
+    stopped.store(true, std::memory_order_relaxed);
+    return true;
   }
 };
+
+thread_local Region* current_region = nullptr;
+
+void Region::run(int worker) {
+  Region* const outer = current_region;
+  current_region = this;
+  while (!should_stop()) {
+    const std::int64_t task = next.fetch_add(1, std::memory_order_relaxed);
+    if (task >= tasks) break;
+    function(context, task, worker);
+  }
+  current_region = outer;
+}
 
 // A worker and its mailbox. The caller offers a region; the worker takes it, or the caller takes
 // the offer back when nothing is left to do, so that a late wake-up costs nothing.
@@ -96,13 +115,14 @@ class Worker {
     }
   }
 
-  void retract_or_wait() {
+  void retract_or_wait(Region& region) {
     State offered = State::kOffered;
     if (state_.compare_exchange_strong(offered, State::kIdle, std::memory_order_acq_rel)) return;
     for (int spins = 0; state_.load(std::memory_order_acquire) != State::kIdle; ++spins) {
       if (spins < 20000) {
         pause_cpu();
       } else {
+        region.should_stop();  // passes it on to the worker
         std::this_thread::yield();
       }
     }
@@ -162,9 +182,8 @@ class Pool {
   std::mutex& region_lock() { return region_lock_; }
 
   // The caller holds region_lock.
-  void run(std::int64_t tasks, TaskFunction function, void* context, int threads) {
+  void run(Region& region, int threads) {
     start_workers(threads);
-    Region region{function, context, tasks};
     const int cpu = current_cpu();
     std::vector<Worker*>& helpers = helpers_;
     helpers.clear();
@@ -178,7 +197,7 @@ class Pool {
       }
     }
     region.run(0);
-    for (Worker* worker : helpers) worker->retract_or_wait();
+    for (Worker* worker : helpers) worker->retract_or_wait(region);
   }
 
  private:
@@ -247,17 +266,20 @@ void set_num_threads(int threads) {
   thread_count.store(std::clamp(threads, 0, kMaxThreads), std::memory_order_relaxed);
 }
 
+bool stop_requested() { return current_region != nullptr && current_region->should_stop(); }
+
 void run_tasks(std::int64_t tasks, int most_threads, TaskFunction function, void* context) {
+  Region region{function, context, tasks};
   const int threads = static_cast<int>(std::min<std::int64_t>(most_threads, tasks));
-  if (threads > 1) {
-    Pool& pool = current_pool();
-    std::unique_lock<std::mutex> lock(pool.region_lock(), std::try_to_lock);
-    if (lock.owns_lock()) {
-      pool.run(tasks, function, context, threads);
-      return;
-    }
+  std::unique_lock<std::mutex> lock;
+  if (threads > 1)
+    lock = std::unique_lock<std::mutex>(current_pool().region_lock(), std::try_to_lock);
+  if (lock.owns_lock()) {
+    current_pool().run(region, threads);
+  } else {
+    region.run(0);
   }
-  for (std::int64_t task = 0; task < tasks; ++task) function(context, task, 0);
+  if (region.stopped.load(std::memory_order_relaxed)) throw Interrupted();
 }
 
 }  // namespace forge

@@ -18,7 +18,9 @@ using TaskFunction = void (*)(void* context, std::int64_t task, int worker);
 // Runs function(context, task, worker) for every task in [0, tasks), in ascending order of start,
 // on up to most_threads threads; returns when all are done. worker is in [0, most_threads) and
 // unique among tasks that run at the same time: an index for scratch memory. Tasks must not throw.
-// When another thread is already inside, the call runs all its tasks on its own thread.
+// When another thread is already inside, the call runs all its tasks on its own thread. Throws
+// Interrupted (core/interrupt.h) when all are done or given up, where the calling thread was asked
+// to give way.
 void run_tasks(std::int64_t tasks, int most_threads, TaskFunction function, void* context);
 
 // With scratch memory for a number of threads that was asked for before: num_threads() may have

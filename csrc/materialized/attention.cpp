@@ -4,6 +4,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "core/stop.h"
 #include "core/thread_pool.h"
 #include "core/zero_fill.h"
 #include "materialized/kernels.h"
@@ -37,7 +38,11 @@ template <typename Rows>
 void for_rows(std::int64_t rows, Rows&& run) {
   const std::int64_t tasks = ceil_div(rows, kRowsPerTask);
   parallel_for(tasks, [&](std::int64_t task, int) {
-    run(task * kRowsPerTask, std::min(rows, (task + 1) * kRowsPerTask));
+    const std::int64_t end = std::min(rows, (task + 1) * kRowsPerTask);
+    for (std::int64_t row = task * kRowsPerTask; row < end; ++row) {
+      if (stop_requested()) return;  // a row may take milliseconds
+      run(row, row + 1);
+    }
   });
 }
 

@@ -5,12 +5,17 @@
 #include <string>
 #include <utility>
 
+#include "core/interrupt.h"
+
 namespace forge::metal {
 namespace {
 
 // Metal's watchdog ends a command buffer after seconds, sooner where the GPU draws a display. One
 // thread a row reaches a few percent of a GPU's peak: at 10 GFMA/s this many take 0.4 s.
 constexpr double kMaxFmasPerCommandBuffer = 4e9;
+// One runs while the next waits: more would only have to be waited for when the call is
+// interrupted.
+constexpr std::size_t kMostInFlight = 2;
 // The index in the grid has 32 bits.
 constexpr double kMaxCountPerDispatch = 1u << 31;
 // What a threadgroup should be; a pipeline may allow less, and drops what is more.
@@ -69,6 +74,10 @@ void CommandStream::encode(const Kernel& kernel, const MTL::ComputePipelineState
 
 void CommandStream::commit() {
   if (!commands_) return;
+  if (committed_.size() >= kMostInFlight) {
+    committed_[committed_.size() - kMostInFlight]->waitUntilCompleted();
+    if (interrupt_asked()) throw Interrupted();  // the destructor waits for the others
+  }
   commands_->commit();
   committed_.push_back(commands_);
   commands_.reset();

@@ -11,6 +11,8 @@
 
 #include "check.h"
 #include "core/cpu_count.h"
+#include "core/interrupt.h"
+#include "core/stop.h"
 #include "core/thread_pool.h"
 
 namespace {
@@ -112,6 +114,42 @@ void test_many_callers() {
   CHECK(failures == 0);
 }
 
+// Interrupted before its tasks are done, a call ends once those that run have seen it.
+void test_an_interrupted_call_gives_way() {
+  for (const int threads : {1, 4}) {
+    forge::set_num_threads(threads);
+    std::atomic<int> asked{0}, begun{0}, told{0};
+    bool thrown = false;
+    {
+      const forge::InterruptScope scope(
+          [](void* count) { return ++*static_cast<std::atomic<int>*>(count) == 2; }, &asked);
+      try {
+        forge::parallel_for(1000, [&](std::int64_t, int) {
+          ++begun;
+          while (!forge::stop_requested()) std::this_thread::yield();
+          ++told;
+        });
+      } catch (const forge::Interrupted&) {
+        thrown = true;
+      }
+    }
+    CHECK(thrown);
+    CHECK(asked == 2);
+    CHECK(begun >= 1 && begun <= threads && told == begun);
+    CHECK(!forge::stop_requested());
+    CHECK(runs_each_task_once(100));
+  }
+}
+
+void test_only_the_thread_of_the_scope_is_asked() {
+  forge::set_num_threads(2);
+  const forge::InterruptScope scope([](void*) { return true; }, nullptr);
+  bool once = false;
+  std::thread other([&] { once = runs_each_task_once(100); });
+  other.join();
+  CHECK(once);
+}
+
 #if !defined(__SANITIZE_THREAD__)  // which does not follow a fork from a threaded process
 void test_fork() {
   forge::set_num_threads(3);
@@ -138,6 +176,8 @@ int main(int argc, char** argv) {
   test_worker_indices_are_exclusive();
   test_the_count_of_a_call_stands();
   test_many_callers();
+  test_an_interrupted_call_gives_way();
+  test_only_the_thread_of_the_scope_is_asked();
 #if !defined(__SANITIZE_THREAD__)
   if (forks) test_fork();
 #endif

@@ -1,6 +1,7 @@
 """The Metal backend in a process with others: long grids, threads, fork, its library, leaks."""
 
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -75,6 +76,33 @@ def test_a_call_that_fails_between_its_pieces_waits_for_those_on_the_way(softwar
     done = software.get("fmas")  # counted when a dispatch has ended
     time.sleep(0.3)
     assert software.get("fmas") == done > 0
+
+
+def test_an_interrupted_call_waits_for_what_is_in_flight_and_sends_no_more(software, rng):
+    class AlarmError(Exception):
+        pass
+
+    def ring(*_):
+        raise AlarmError
+
+    q, k, options = long_problem(rng, 3000, 1000, 1 << 16)
+    want = attend(q[:, :5], k, k, **options)
+    live = software.get("live")
+    software.reset()
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(AlarmError):
+            attend(q, k, k, **options)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    done = software.get("fmas")
+    assert 2 <= software.get("command_buffers") < 50  # of a hundred
+    time.sleep(0.3)
+    assert software.get("fmas") == done
+    assert software.get("live") == live
+    same_bits(attend(q[:, :5], k, k, **options), want)
 
 
 def test_a_short_call_is_one_command_buffer(software, rng):

@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/stop.h"
 #include "core/thread_pool.h"
 #include "core/zero_fill.h"
 #include "cpu/attention.h"
@@ -243,23 +244,28 @@ class Backward {
     IndexRange before = nothing();
     if (index + 1 < plan_.blocks) before = tiles_of(block.b, index + 1);
     for (Int64 tile = tiles.begin; tile < tiles.end; ++tile) {
+      if (stop_requested()) return;
       block.tile_begin = tile * plan_.tiling.keys;
       block.tile_keys = std::min(plan_.tiling.keys, problem_.params.Tk - block.tile_begin);
       kernels_.load_keys(problem_, block);
       kernels_.scores(problem_, block);
       std::atomic<Int32>& turn = turns_[static_cast<std::size_t>(group * plan_.tiles + tile)];
       const bool follows = contains(before, tile);
-      if (follows) wait_for(turn, static_cast<Int32>(index + 1));
+      if (follows && !wait_for(turn, static_cast<Int32>(index + 1))) return;
       kernels_.key_gradients(problem_, block, follows || problem_.accumulate);
       turn.store(static_cast<Int32>(index), std::memory_order_release);
       kernels_.row_gradients(block);
     }
   }
 
-  static void wait_for(const std::atomic<Int32>& turn, Int32 index) {
+  // False where the call is interrupted: then the turn may never come.
+  static bool wait_for(const std::atomic<Int32>& turn, Int32 index) {
     for (int spins = 0; turn.load(std::memory_order_acquire) != index; ++spins) {
-      if (spins >= 2000) std::this_thread::yield();
+      if (spins < 2000) continue;
+      if (stop_requested()) return false;
+      std::this_thread::yield();
     }
+    return true;
   }
 
   void run_splits() {

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "core/stop.h"
 #include "cpu/forward/kernel.h"
 #include "cpu/forward/tile.h"
 #include "cpu/pack.h"
@@ -246,6 +247,7 @@ void run_task(const ForwardCall& call, const ForwardTask& task, char* scratch, c
   }
   const int step = tile_keys(hd);
   for (Int64 begin = any.begin; begin < any.end; begin += step) {
+    if (stop_requested()) return;
     const int count = static_cast<int>(smaller(step, any.end - begin));
     const KeyTile tile = pack_tile(state, call.k, call.v, begin, count);
     const IndexRange next = {begin + count, smaller(any.end, begin + count + step)};
