@@ -7,6 +7,8 @@ out = forge.jax.attention(q, k, v, causal=True, window=1024, softcap=50.0)
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -44,8 +46,14 @@ class _Static(NamedTuple):
     B: int
     options: tuple[tuple[str, Any], ...]
     """Keyword arguments of forge.attention_forward but for the positions."""
-    positions: tuple[tuple[str, int | tuple[int, ...]], ...]
-    """Those given as plain ints or NumPy arrays."""
+
+
+class _Positions(NamedTuple):
+    """Operands all, so that one program serves every position: a decode loop outside jit too."""
+
+    known: dict[str, Array]
+    """Those given as ints: words of int64, which JAX would cut to int32."""
+    traced: dict[str, jax.Array]
 
 
 def attention(
@@ -118,8 +126,37 @@ def attention(
         "backend": backend,
     }
     fixed = _checked(arrays, options, known, traced)
-    out: jax.Array = _attention(fixed, q, k, v, traced)
+    words = {n: _words(as_int_array(n, x)) for n, x in known.items() if x is not None}
+    # Under jax.shard_map an input that all devices share has the sum of their gradients: by way of
+    # this mark, whose transpose adds up.
+    axes = _varying_axes(q, k, v, *traced.values())
+    q, k, v, traced = _varying((q, k, v, traced), axes)
+    out: jax.Array = _attention(fixed, q, k, v, _Positions(words, traced))
     return out
+
+
+def _varying_axes(*arrays: Any) -> frozenset[str]:
+    """Axes of a jax.shard_map's mesh along which an array differs from device to device."""
+    axes: frozenset[str] = frozenset()
+    for x in arrays:
+        aval = jax.typeof(x)
+        known = getattr(aval, "manual_axis_type", None)  # JAX 0.10; before, and from 0.7 on: vma
+        axes |= frozenset(getattr(aval, "vma", ()) if known is None else known.varying)
+    return axes
+
+
+def _varying(tree: Any, axes: frozenset[str]) -> Any:
+    """The same arrays, known to differ along these axes."""
+
+    def mark(x: Any) -> Any:
+        missing = tuple(sorted(axes - _varying_axes(x)))
+        if not missing:
+            return x
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, missing, to="varying")
+        return jax.lax.pvary(x, missing)  # JAX 0.7
+
+    return jax.tree.map(mark, tree)
 
 
 def _checked(
@@ -136,9 +173,8 @@ def _checked(
     compiled_options(MaskAndScale(**shaping, **given), heads, q.dtype, kernel, backend)
     for name, value in traced.items():
         _check_positions(name, value, heads.B)
-    positions = {n: _hashable(n, value) for n, value in known.items() if value is not None}
     fixed = {**options, "kernel": kernel}
-    return _Static(q.ndim, heads.B, tuple(fixed.items()), tuple(positions.items()))
+    return _Static(q.ndim, heads.B, tuple(fixed.items()))
 
 
 def _check_array(name: str, value: object) -> None:
@@ -148,10 +184,14 @@ def _check_array(name: str, value: object) -> None:
         raise TypeError(wrong_dtype(name, value.dtype, value))
 
 
-def _hashable(name: str, position: object) -> int | tuple[int, ...]:
-    """An int as it is, an int array as a tuple."""
-    value = as_int_array(name, position)
-    return value if isinstance(value, int) else tuple(value.tolist())
+def _words(positions: int | Array) -> Array:
+    """Positions as two words each, on a last axis."""
+    return np.asarray(positions).astype(np.int64)[..., None].view(np.int32)
+
+
+def _whole(words: Array) -> Array:
+    positions: Array = np.ascontiguousarray(words).view(np.int64)[..., 0]
+    return positions
 
 
 def _check_positions(name: str, value: Any, B: int) -> None:
@@ -167,24 +207,22 @@ def _folded(x: Any, leading: int) -> Array:
     return array.reshape(math.prod(array.shape[: leading + 1]), *array.shape[leading + 1 :])
 
 
-def _keywords(fixed: _Static, traced: dict[str, Any], leading: int, batch: int) -> dict[str, Any]:
+def _keywords(fixed: _Static, given: _Positions, leading: int, batch: int) -> dict[str, Any]:
     """Options and positions of a call whose batch is ``batch`` sequences, vmap's included."""
-    positions: dict[str, Any] = {}
-    for name, value in fixed.positions:
-        one_each = isinstance(value, tuple)
-        positions[name] = np.resize(np.array(value, np.int64), batch) if one_each else value
-    for name, value in traced.items():
-        array = np.asarray(value)
+    arrays = {name: _whole(np.asarray(words)) for name, words in given.known.items()}
+    arrays |= {name: np.asarray(value) for name, value in given.traced.items()}
+    positions = {}
+    for name, array in arrays.items():
         if array.ndim == leading:  # one int for a whole batch
             array = np.broadcast_to(array[..., None], (*array.shape, fixed.B))
         positions[name] = array.reshape(batch)
     return {**dict(fixed.options), **positions}
 
 
-def _host_forward(fixed: _Static, q: Any, k: Any, v: Any, traced: dict[str, Any]) -> list[Array]:
+def _host_forward(fixed: _Static, q: Any, k: Any, v: Any, positions: _Positions) -> list[Array]:
     leading = q.ndim - fixed.ndim
     arrays = [_folded(x, leading) for x in (q, k, v)]
-    keywords = _keywords(fixed, traced, leading, arrays[0].shape[0])
+    keywords = _keywords(fixed, positions, leading, arrays[0].shape[0])
     out, saved = attention_forward(*arrays, **keywords)
     results = [out, saved.row_max, saved.row_sum]
     if saved._probs is not None:
@@ -193,11 +231,11 @@ def _host_forward(fixed: _Static, q: Any, k: Any, v: Any, traced: dict[str, Any]
 
 
 def _host_backward(
-    fixed: _Static, inputs: tuple[Any, ...], traced: dict[str, Any], kept: list[Any], dout: Any
+    fixed: _Static, inputs: tuple[Any, ...], positions: _Positions, kept: list[Any], dout: Any
 ) -> list[Array]:
     leading = dout.ndim - fixed.ndim
     arrays = {name: _folded(x, leading) for name, x in zip("qkv", inputs, strict=True)}
-    keywords = _keywords(fixed, traced, leading, arrays["q"].shape[0])
+    keywords = _keywords(fixed, positions, leading, arrays["q"].shape[0])
     heads = keywords.pop("num_heads"), keywords.pop("num_kv_heads")
     kernel, backend = keywords.pop("kernel"), keywords.pop("backend")
     call = _prepare(dict(arrays), MaskAndScale(**keywords), heads, kernel, backend)
@@ -208,37 +246,54 @@ def _host_backward(
     return [x.reshape(*dout.shape[: leading + 1], *x.shape[1:]) for x in gradients]
 
 
+@dataclass(frozen=True)
+class _OnHost:
+    """A function of the host's for one set of options.
+
+    Equal for equal options, which is what JAX keys compiled programs on: a closure would be another
+    function at every call, compiled again and never let go.
+    """
+
+    function: Callable[..., list[Array]]
+    fixed: _Static
+
+    def __call__(self, *given: Any) -> list[Array]:
+        return self.function(self.fixed, *given)
+
+
 def _forward_callback(
-    fixed: _Static, q: jax.Array, k: jax.Array, v: jax.Array, traced: dict[str, Any]
+    fixed: _Static, q: jax.Array, k: jax.Array, v: jax.Array, positions: _Positions
 ) -> Any:
     options = dict(fixed.options)
     sizes = head_counts(q, k, v, options["num_heads"], options["num_kv_heads"])
     shapes = [q.shape, (sizes.B, sizes.H, sizes.Tq), (sizes.B, sizes.H, sizes.Tq)]
     if options["kernel"] == "materialized":
         shapes.append((sizes.B, sizes.H, sizes.Tq, sizes.Tk))
-    return jax.pure_callback(
-        lambda *given: _host_forward(fixed, *given),
+    results = jax.pure_callback(
+        _OnHost(_host_forward, fixed),
         [jax.ShapeDtypeStruct(shape, q.dtype) for shape in shapes],
         q,
         k,
         v,
-        traced,
+        positions,
         vmap_method="broadcast_all",
     )
+    return _varying(results, _varying_axes(q))
 
 
 def _backward_callback(
-    fixed: _Static, inputs: tuple[Any, ...], traced: dict[str, Any], kept: list[Any], dout: Any
+    fixed: _Static, inputs: tuple[Any, ...], positions: _Positions, kept: list[Any], dout: Any
 ) -> Any:
-    return jax.pure_callback(
-        lambda *given: _host_backward(fixed, *given),
+    gradients = jax.pure_callback(
+        _OnHost(_host_backward, fixed),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs],
         inputs,
-        traced,
+        positions,
         kept,
         dout,
         vmap_method="broadcast_all",
     )
+    return _varying(gradients, _varying_axes(*inputs))
 
 
 def _without_derivative(callback: Any) -> Any:
@@ -259,18 +314,20 @@ _forward = _without_derivative(_forward_callback)
 _backward = _without_derivative(_backward_callback)
 
 
-def _value(fixed: _Static, q: Any, k: Any, v: Any, traced: dict[str, Any]) -> Any:
-    return _forward(fixed, q, k, v, traced)[0]
+def _value(fixed: _Static, q: Any, k: Any, v: Any, positions: _Positions) -> Any:
+    return _forward(fixed, q, k, v, positions)[0]
 
 
-def _value_and_residuals(fixed: _Static, q: Any, k: Any, v: Any, traced: dict[str, Any]) -> Any:
-    kept = _forward(fixed, q, k, v, traced)
-    return kept[0], ((q, k, v), traced, kept)
+def _value_and_residuals(fixed: _Static, q: Any, k: Any, v: Any, positions: _Positions) -> Any:
+    kept = _forward(fixed, q, k, v, positions)
+    return kept[0], ((q, k, v), positions, kept)
 
 
 def _gradients(fixed: _Static, residuals: Any, dout: Any) -> Any:
     return *_backward(fixed, *residuals, dout), None  # positions have no gradient
 
 
-_attention = jax.custom_vjp(_value, nondiff_argnums=(0,))
-_attention.defvjp(_value_and_residuals, _gradients)
+_differentiable = jax.custom_vjp(_value, nondiff_argnums=(0,))
+_differentiable.defvjp(_value_and_residuals, _gradients)
+# Outside a traced program, JAX finds what it has traced and compiled by the options.
+_attention = jax.jit(_differentiable, static_argnums=(0,))
