@@ -24,7 +24,8 @@ namespace py = pybind11;
 namespace forge::bindings {
 namespace {
 
-// Larger results are worth asking the system about its memory first, which the Python layer does.
+// In all. Larger results are worth asking the system about its memory first, which the Python layer
+// does.
 constexpr Int64 kMostFloats = Int64{16} << 20;
 
 // rows is the size of an array and no overflow; floats_each is a size or two of one axis.
@@ -283,9 +284,8 @@ py::object attention_backward(PyObject* const* given) {
   }
   const float* row_max = row_statistics(given[kSavedRowMax], *q);
   const float* row_sum = row_statistics(given[kSavedRowSum], *q);
-  if (!row_max || !row_sum || !is_small(q->rows(), q->hd) || !is_small(k->rows(), 2 * k->hd)) {
-    return py::none();
-  }
+  const bool small = is_small(q->rows(), 2 * q->hd) && is_small(k->rows(), 4 * k->hd);
+  if (!row_max || !row_sum || !small) return py::none();
   const Options options = options_of(py::reinterpret_borrow<py::dict>(given[kSavedOptions]));
   if (options.kernel != "fused") return py::none();
   Problem problem;
