@@ -2,6 +2,7 @@
 # make test: build everything and run all tests, C++ and Python. Those of forge.torch and forge.transformers, forge.jax and
 #   forge.mlx are skipped where these packages are not there; FORGE_REQUIRE_TORCH=1, FORGE_REQUIRE_JAX=1 and
 #   FORGE_REQUIRE_MLX=1 install them and run them.
+# make test-quick: what daily work needs of it, two minutes.
 # make docs: the documentation as a site, build/docs/index.html.
 # make bench: time forge against other implementations, see docs/benchmarks.md.
 # make test-neon: the C++ tests for 64-bit ARM under an emulator (needs NEON_TOOLS).
@@ -26,6 +27,8 @@ TEST_PEERS := $(if $(FORGE_REQUIRE_TORCH),-r tests/requirements-torch.txt) \
   $(if $(FORGE_REQUIRE_JAX),-r tests/requirements-jax.txt) \
   $(if $(FORGE_REQUIRE_MLX),-r tests/requirements-mlx.txt)
 CASE_STRIDE ?= 1
+# Tests at a time. They check nothing by the clock that a busy machine would change.
+JOBS ?= 2
 # The module of the software Metal device is another build of the same package.
 SOFTWARE := .venv-software
 SOFTWARE_PY := $(SOFTWARE)/bin/python
@@ -33,7 +36,7 @@ SOFTWARE_PIP := $(SOFTWARE_PY) -m pip --disable-pip-version-check
 # What zig builds of its C++ library, a minute for each system, serves all builds.
 export ZIG_GLOBAL_CACHE_DIR ?= $(CURDIR)/build/zig-cache
 
-.PHONY: demo test docs bench test-neon test-neon-reduced test-metal test-software test-macos sanitize lint clean
+.PHONY: demo test test-quick docs bench test-neon test-neon-reduced test-metal test-software test-macos sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -45,9 +48,18 @@ test: $(VENV)/.installed
 	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
 	$(VENV)/bin/cmake --build build/$(PRESET)
-	$(VENV)/bin/ctest --preset $(PRESET)
+	$(VENV)/bin/ctest --preset $(PRESET) -j $(JOBS)
 	@$(MAKE) --no-print-directory test-metal
 	@$(MAKE) --no-print-directory test-neon-reduced
+
+# For daily work: C++ tests, and of the Python tests those of the kernels and their checks.
+test-quick: $(VENV)/.installed
+	$(PIP) install --quiet $(TEST_TOOLS)
+	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
+	$(VENV)/bin/cmake --build build/$(PRESET)
+	$(VENV)/bin/ctest --preset $(PRESET) -L cpp -j $(JOBS)
+	FORGE_TEST_SCOPE=quick $(PY) -m pytest -q
 
 # Cross-built, then run under qemu-user. Functions of one float are tried on every FLOAT_STRIDE-th,
 # the fused kernels on every CASE_STRIDE-th case.
@@ -56,7 +68,7 @@ test-neon: $(VENV)/.installed
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) \
 	  -DFORGE_FLOAT_STRIDE=$(FLOAT_STRIDE) -DFORGE_CASE_STRIDE=$(CASE_STRIDE)
 	$(VENV)/bin/cmake --build build/neon-qemu
-	$(VENV)/bin/ctest --preset neon-qemu
+	$(VENV)/bin/ctest --preset neon-qemu -j $(JOBS)
 
 # The same tests on fewer floats and cases, where the tools are installed; with FORGE_REQUIRE_NEON set their
 # absence is a failure.
@@ -83,7 +95,7 @@ test-software: $(SOFTWARE)/.tools
 	  -C cmake.define.FORGE_METAL=software -C cmake.define.FORGE_TESTS=ON \
 	  -C cmake.define.FORGE_WERROR=ON .
 	FORGE_REQUIRE_TORCH= FORGE_REQUIRE_JAX= FORGE_REQUIRE_MLX= \
-	  $(SOFTWARE)/bin/ctest --test-dir build/software --output-on-failure
+	  $(SOFTWARE)/bin/ctest --test-dir build/software --output-on-failure -j $(JOBS)
 
 test-macos: $(SOFTWARE)/.tools
 	$(SOFTWARE_PIP) install --quiet $(MACHO_TOOLS)

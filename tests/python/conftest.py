@@ -11,6 +11,21 @@ from hypothesis import HealthCheck, settings
 
 KERNELS = ("materialized", "fused")
 
+# What CTest runs beside the whole suite, which it runs once with nothing forced (CONTRIBUTING.md).
+# Modules in ONCE learn nothing from another CPU target or from a device.
+SCOPE = os.environ.get("FORGE_TEST_SCOPE", "all")
+ONCE = ["test_benchmark_models", "test_benchmarks", "test_plot", "test_tree", "test_workflows"]
+# On a device the demo and the pages still say something, on another CPU target no more.
+PROGRAMS = ["test_cli", "test_demo", "test_docs"]
+PEERS = ["test_jax", "test_jax_programs", "test_mlx", "test_torch", "test_transformers"]
+IGNORED = {
+    "all": [],
+    "target": ONCE + PROGRAMS + PEERS,
+    "device": ONCE,
+    "quick": ONCE + PROGRAMS + PEERS,
+}
+collect_ignore = [f"{module}.py" for module in IGNORED[SCOPE]]
+
 settings.register_profile(
     "forge",
     derandomize=True,
@@ -27,6 +42,8 @@ def pytest_configure():
     usable = forge.build_config()["cpu_targets"]
     if target and target not in usable:
         pytest.exit(f"this machine cannot run the CPU target {target!r}, only {usable}", 77)
+    if target == usable[0] and SCOPE == "target":
+        pytest.exit(f"{target} is what the whole suite runs on here", 77)
 
 
 def chosen_backends():

@@ -69,7 +69,11 @@ def test_whatever_numpy_makes_an_integer_array_of(name, value):
     np.testing.assert_array_equal(seen(**(options | {name: value})), want)
 
 
-@pytest.mark.parametrize("value", [4, np.uint8(4), np.array(4), Index(), Series(4)], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [4, np.uint8(4), np.array(4), Index(), Series(4)],
+    ids=["int", "uint8", "array", "index", "series"],
+)
 def test_one_int_for_all_sequences(value):
     np.testing.assert_array_equal(seen(key_end=value), 4)
 
