@@ -68,6 +68,7 @@ PYBIND11_MODULE(_forge, module) {
       PyErr_SetString(PyExc_MemoryError, error.what());
     }
   });
+  py::register_exception<forge::NotServed>(module, "NotServedError", PyExc_ValueError);
   forge::bindings::register_attention(module);
   forge::bindings::register_plain_calls(module);
   module.def("backends", &backends);

@@ -21,8 +21,7 @@ py::object field(const py::dict& given, const char* name) {
                   std::string(py::str(py::type::of(got).attr("__name__"))));
 }
 
-std::int64_t int_field(const py::dict& given, const char* name) {
-  const py::object value = field(given, name);
+std::int64_t int_of(const py::object& value, const char* name) {
   if (!PyLong_Check(value.ptr()) || PyBool_Check(value.ptr())) wrong_type(name, "an int", value);
   int overflow = 0;
   const long long number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
@@ -31,6 +30,15 @@ std::int64_t int_field(const py::dict& given, const char* name) {
                                 std::string(py::str(value)));
   }
   return number;
+}
+
+void window_field(const py::dict& given, Options& options) {
+  const py::object value = field(given, "window");
+  if (!PyTuple_Check(value.ptr())) wrong_type("window", "a tuple", value);
+  const py::tuple window = py::reinterpret_borrow<py::tuple>(value);
+  if (window.size() != 2) throw std::invalid_argument("window must be (left, right)");
+  options.window_left = int_of(window[0], "window");
+  options.window_right = int_of(window[1], "window");
 }
 
 double real_field(const py::dict& given, const char* name) {
@@ -58,8 +66,7 @@ Options options_of(const py::dict& given) {
   if (!PyBool_Check(causal.ptr())) wrong_type("causal", "a bool", causal);
   Options options;
   options.causal = causal.ptr() == Py_True;
-  options.window_left = int_field(given, "window_left");
-  options.window_right = int_field(given, "window_right");
+  window_field(given, options);
   options.scale = real_field(given, "scale");
   options.softcap = real_field(given, "softcap");
   options.ranges = field(given, "ranges");

@@ -13,7 +13,7 @@ namespace forge::bindings {
 // Everything about a call but its arrays.
 struct Options {
   bool causal = false;
-  std::int64_t window_left = -1;
+  std::int64_t window_left = -1;  // -1: all; the options' window is the pair
   std::int64_t window_right = -1;
   double scale = 1;
   double softcap = 0;

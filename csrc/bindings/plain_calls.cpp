@@ -179,8 +179,7 @@ py::dict options_dict(const Problem& problem, bool has_ranges, bool names_backen
   const AttnParamsOf<double>& params = problem.params;
   py::dict options;
   options["causal"] = params.causal != 0;
-  options["window_left"] = params.window_left;
-  options["window_right"] = params.window_right;
+  options["window"] = py::make_tuple(params.window_left, params.window_right);
   options["softcap"] = params.softcap;
   options["scale"] = params.scale;
   options["ranges"] = has_ranges ? ranges_array(problem.ranges) : py::object(py::none());

@@ -11,6 +11,11 @@ struct TooLarge : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// No backend, or not the one that was named, can serve the problem; a ValueError of its own type.
+struct NotServed : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
 struct TypeError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

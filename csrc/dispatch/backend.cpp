@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "core/errors.h"
 #include "dispatch/cpu_backend.h"
 #include "dispatch/metal_backend.h"
 
@@ -31,16 +32,14 @@ BackendChoice choose_backend(const Problem& problem, const std::string& name) {
   }
   const std::string kernel = family_name(problem.family);
   if (!name.empty()) {
-    throw std::invalid_argument("backend must be one that can serve this call with kernel='" +
-                                kernel + "', got '" + name +
-                                "': " + choice.passed_over.front().second);
+    throw NotServed("backend must be one that can serve this call with kernel='" + kernel +
+                    "', got '" + name + "': " + choice.passed_over.front().second);
   }
   std::string reasons;
   for (const auto& [backend, reason] : choice.passed_over) {
     reasons += (reasons.empty() ? "" : "; ") + backend + ": " + reason;
   }
-  throw std::invalid_argument("kernel must be one that a backend can serve, got '" + kernel +
-                              "': " + reasons);
+  throw NotServed("kernel must be one that a backend can serve, got '" + kernel + "': " + reasons);
 }
 
 }  // namespace forge

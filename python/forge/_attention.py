@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from forge import _forge, _run
@@ -21,7 +19,6 @@ from forge._arrays import (
 )
 from forge._memory import check_memory
 from forge._options import (
-    Heads,
     MaskAndScale,
     Positions,
     Window,
@@ -30,9 +27,7 @@ from forge._options import (
     head_counts,
     kernel_name,
 )
-from forge._saved import Call, Saved
-
-_ALL_IN_PLACE = {"q": IN_PLACE, "k": IN_PLACE, "v": IN_PLACE}
+from forge._saved import ALL_IN_PLACE, Call, Kept, Saved, saved_plainly
 
 
 def _check_dtype(arrays: dict[str, Array], kernel: str, values: dict[str, object]) -> None:
@@ -57,14 +52,14 @@ def _prepare(
     arrays = {name: taken.array for name, taken in inputs.items()}
     q, k, v = arrays.values()
     _check_dtype(arrays, family, values)
-    heads = head_counts(q, k, v, *head_counts_given)
+    sizes = head_counts(q, k, v, *head_counts_given)
     return Call(
-        q=split_heads(q, heads.H),
-        k=split_heads(k, heads.Hkv),
-        v=split_heads(v, heads.Hkv),
+        q=split_heads(q, sizes.H),
+        k=split_heads(k, sizes.Hkv),
+        v=split_heads(v, sizes.Hkv),
         ndim=q.ndim,
-        heads=heads,
-        options=compiled_options(given, heads, q.dtype, family, backend_name(backend)),
+        sizes=sizes,
+        options=compiled_options(given, sizes, q.dtype, family, backend_name(backend)),
         kernel=family,
         given={name: taken.given for name, taken in inputs.items()},
         arrays={name: taken.how for name, taken in inputs.items()},
@@ -73,7 +68,7 @@ def _prepare(
 
 def _forward(call: Call, out: object) -> tuple[Array, Saved]:
     shape, dtype = call.query_shape(), call.q.dtype
-    sizes = call.heads
+    sizes = call.sizes
     needed: dict[str, tuple[int, ...]] = {"row_max": call.row_shape(), "row_sum": call.row_shape()}
     if call.kernel == "materialized":
         needed["p"] = (sizes.B, sizes.H, sizes.Tq, sizes.Tk)
@@ -98,6 +93,28 @@ def _forward(call: Call, out: object) -> tuple[Array, Saved]:
     )
     _run.record(ran, call.kernel, call.arrays)
     return result, Saved(call, o, new["row_max"], new["row_sum"], new.get("p"), ran["backend"])
+
+
+def restored(
+    values: dict[str, object],
+    kept: Kept,
+    given: MaskAndScale,
+    *,
+    heads: tuple[int | None, int | None],
+    kernel: str | None,
+    backend: str | None,
+) -> Saved:
+    """Return what attention_forward saved, from what it was given and what was kept of it."""
+    call = _prepare(values, given, heads, kernel, backend)
+    materialized = call.kernel == "materialized"
+    return Saved(
+        call,
+        as_input("out", kept.out).array,
+        np.ascontiguousarray(kept.row_max),
+        np.ascontiguousarray(kept.row_sum),
+        np.ascontiguousarray(kept.probs) if materialized else None,
+        call.options["backend"],
+    )
 
 
 def _less_memory(call: Call) -> str:
@@ -237,7 +254,7 @@ def attention_forward(
         out,
     )
     if plain is not None:
-        return _saved_plainly(q, k, v, plain)  # type: ignore[arg-type]  # plain: they are arrays
+        return saved_plainly(q, k, v, plain)  # type: ignore[arg-type]  # plain: they are arrays
     given = MaskAndScale(
         causal=causal,
         window=window,
@@ -312,28 +329,10 @@ def attention_backward(
     return results["dq"], results["dk"], results["dv"]
 
 
-def _saved_plainly(q: Array, k: Array, v: Array, plain: tuple[Any, ...]) -> tuple[Array, Saved]:
-    """Return what attention_forward does, from the compiled module's own forward call."""
-    o, row_max, row_sum, options, sizes = plain
-    heads = Heads(*sizes)
-    call = Call(
-        q=split_heads(q, heads.H),
-        k=split_heads(k, heads.Hkv),
-        v=split_heads(v, heads.Hkv),
-        ndim=q.ndim,
-        heads=heads,
-        options=options,
-        kernel="fused",
-        given={"q": q, "k": k, "v": v},
-        arrays=_ALL_IN_PLACE,
-    )
-    return o, Saved(call, o, row_max, row_sum, None, "cpu")
-
-
 def _plain_gradients(dout: object, saved: Saved) -> tuple[Array, Array, Array] | None:
     """Return new gradients where the compiled module takes the call as it is, else None."""
     call = saved._call
-    if saved.backend != "cpu" or call.arrays != _ALL_IN_PLACE:
+    if saved.backend != "cpu" or call.arrays != ALL_IN_PLACE:
         return None
     return _forge.attention_backward(
         dout, call.q, call.k, call.v, saved.out, saved.row_max, saved.row_sum, call.options
@@ -371,7 +370,7 @@ def _run_backward(
     arrays: dict[str, str],
 ) -> None:
     call = saved._call
-    H, Hkv = call.heads.H, call.heads.Hkv
+    H, Hkv = call.sizes.H, call.sizes.Hkv
     options: _forge.Options = {**call.options, "backend": saved.backend}
     given = {
         "q": call.q,

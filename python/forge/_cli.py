@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 import forge
-from forge import _check, _forge
+from forge import _forge
 from forge._bench import cli as _bench
+from forge._check import run as _check
 
 _CHECK_HELP = """\
 Run forge's kernels, forward and backward, on this machine: every backend that is usable here (the

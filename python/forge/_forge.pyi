@@ -4,10 +4,12 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+class NotServedError(ValueError):
+    """No backend, or not the one that was named, can serve the call."""
+
 class Options(TypedDict):
     causal: bool
-    window_left: int
-    window_right: int
+    window: tuple[int, int]
     scale: float
     softcap: float
     ranges: Array | None

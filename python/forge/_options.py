@@ -24,7 +24,7 @@ KERNELS = ("fused", "materialized")
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class Sizes:
     """Sizes of a problem, in SPEC's symbols."""
 
     B: int
@@ -42,7 +42,7 @@ def head_counts(
     num_heads: int | None,
     num_kv_heads: int | None,
     names: tuple[str, str, str] = ("q", "k", "v"),
-) -> Heads:
+) -> Sizes:
     """Return the sizes that q, k and v agree on; ``names`` is what to call them in errors.
 
     Raises:
@@ -79,7 +79,7 @@ def head_counts(
 NamedArrays = tuple[tuple[str, Array], tuple[str, Array]]
 
 
-def _heads_of_4d(given: NamedArrays, H: int | None, Hkv: int | None) -> Heads:
+def _heads_of_4d(given: NamedArrays, H: int | None, Hkv: int | None) -> Sizes:
     (q_name, q), (k_name, k) = given
     for option, count, (name, array) in zip(
         ("num_heads", "num_kv_heads"), (H, Hkv), given, strict=True
@@ -97,10 +97,10 @@ def _heads_of_4d(given: NamedArrays, H: int | None, Hkv: int | None) -> Heads:
         raise ValueError(
             f"{k_name} must have the head dim of {q_name}, got {k.shape[3]} and {q.shape[3]}"
         )
-    return Heads(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
 
 
-def _heads_of_3d(given: NamedArrays, H: int | None, Hkv: int | None) -> Heads:
+def _heads_of_3d(given: NamedArrays, H: int | None, Hkv: int | None) -> Sizes:
     (q_name, q), (k_name, k) = given
     if H is None:
         raise ValueError(
@@ -126,7 +126,7 @@ def _heads_of_3d(given: NamedArrays, H: int | None, Hkv: int | None) -> Heads:
             f"{k_name} must have the head dim of {q_name}, got {k.shape[2]} / {Hkv} heads and "
             f"{q.shape[2]} / {H} heads"
         )
-    return Heads(q.shape[0], q.shape[1], k.shape[1], H, Hkv, hd)
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], H, Hkv, hd)
 
 
 def as_real(name: str, value: object, dtype: np.dtype[Any]) -> float:
@@ -205,7 +205,7 @@ def as_positions(name: str, value: object, B: int, lo: int, hi: int) -> Array | 
 
 
 def _ranges(
-    heads: Heads, query_offset: Positions, key_start: Positions, key_end: Positions
+    heads: Sizes, query_offset: Positions, key_start: Positions, key_end: Positions
 ) -> Array | None:
     """Return int64 [B, 3] of (query_offset, key_start, key_end), or None where all are default."""
     if query_offset is None and key_start is None and key_end is None:
@@ -266,7 +266,7 @@ class MaskAndScale:
     key_end: Positions = None
 
 
-def _require_offset(given: MaskAndScale, heads: Heads, window: tuple[int, int]) -> None:
+def _require_offset(given: MaskAndScale, heads: Sizes, window: tuple[int, int]) -> None:
     """Refuse to guess where the queries stand in keys that key_end cuts.
 
     By shapes and options alone, never by values: a call is refused at every length or at none.
@@ -283,7 +283,7 @@ def _require_offset(given: MaskAndScale, heads: Heads, window: tuple[int, int]) 
 
 
 def compiled_options(
-    given: MaskAndScale, heads: Heads, dtype: np.dtype[Any], kernel: str, backend: str
+    given: MaskAndScale, heads: Sizes, dtype: np.dtype[Any], kernel: str, backend: str
 ) -> _forge.Options:
     """Check the options and put them into the record that the compiled module takes.
 
@@ -299,8 +299,7 @@ def compiled_options(
     _require_offset(given, heads, window)
     return {
         "causal": causal,
-        "window_left": window[0],
-        "window_right": window[1],
+        "window": window,
         "softcap": softcap,
         "scale": (
             1 / math.sqrt(heads.hd) if given.scale is None else as_real("scale", given.scale, dtype)

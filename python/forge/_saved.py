@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from forge._arrays import Array
-from forge._options import Heads
+from forge._arrays import IN_PLACE, Array, split_heads
+from forge._options import Sizes
 
 if TYPE_CHECKING:
     from forge._forge import Options
+
+
+ALL_IN_PLACE = {"q": IN_PLACE, "k": IN_PLACE, "v": IN_PLACE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class Call:
     k: Array
     v: Array
     ndim: int
-    heads: Heads
+    sizes: Sizes
     options: Options
     kernel: str
     given: dict[str, Array]
@@ -31,19 +34,19 @@ class Call:
     """What became of them, for last_run()."""
 
     def query_shape(self) -> tuple[int, ...]:
-        sizes = self.heads
+        sizes = self.sizes
         if self.ndim == 4:
             return sizes.B, sizes.Tq, sizes.H, sizes.hd
         return sizes.B, sizes.Tq, sizes.H * sizes.hd
 
     def key_shape(self) -> tuple[int, ...]:
-        sizes = self.heads
+        sizes = self.sizes
         if self.ndim == 4:
             return sizes.B, sizes.Tk, sizes.Hkv, sizes.hd
         return sizes.B, sizes.Tk, sizes.Hkv * sizes.hd
 
     def row_shape(self) -> tuple[int, int, int]:
-        return self.heads.B, self.heads.H, self.heads.Tq
+        return self.sizes.B, self.sizes.H, self.sizes.Tq
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,8 +120,35 @@ class Saved:
         return arrays
 
     def __repr__(self) -> str:
-        sizes = self._call.heads
+        sizes = self._call.sizes
         return (
             f"Saved(kernel={self.kernel!r}, backend={self.backend!r}, B={sizes.B}, Tq={sizes.Tq}, "
             f"Tk={sizes.Tk}, H={sizes.H}, Hkv={sizes.Hkv}, hd={sizes.hd})"
         )
+
+
+class Kept(NamedTuple):
+    """What a framework kept of a forward's results."""
+
+    out: Array
+    row_max: Array
+    row_sum: Array
+    probs: Array | None = None
+
+
+def saved_plainly(q: Array, k: Array, v: Array, plain: tuple[Any, ...]) -> tuple[Array, Saved]:
+    """Return what attention_forward does, from the compiled module's own forward call."""
+    o, row_max, row_sum, options, extents = plain
+    sizes = Sizes(*extents)
+    call = Call(
+        q=split_heads(q, sizes.H),
+        k=split_heads(k, sizes.Hkv),
+        v=split_heads(v, sizes.Hkv),
+        ndim=q.ndim,
+        sizes=sizes,
+        options=options,
+        kernel="fused",
+        given={"q": q, "k": k, "v": v},
+        arrays=ALL_IN_PLACE,
+    )
+    return o, Saved(call, o, row_max, row_sum, None, "cpu")

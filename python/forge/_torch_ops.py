@@ -6,16 +6,17 @@ autograd rule for the backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forge._arrays import Array, as_input
-from forge._attention import _prepare, attention_backward, attention_forward
+from forge._arrays import Array
+from forge._attention import attention_backward, attention_forward, restored
 from forge._options import MaskAndScale, head_counts, kernel_name
-from forge._saved import Saved
+from forge._saved import Kept
 
 
 class Options(NamedTuple):
@@ -25,8 +26,8 @@ class Options(NamedTuple):
     key_start: Tensor | None
     key_end: Tensor | None
     causal: bool
-    window_left: int
-    window_right: int
+    window: Sequence[int]
+    """(left, right), -1 for no limit."""
     softcap: float | None
     scale: float | None
     num_heads: int | None
@@ -37,7 +38,7 @@ class Options(NamedTuple):
     def mask_and_scale(self) -> dict[str, Any]:
         return {
             "causal": self.causal,
-            "window": (self.window_left, self.window_right),
+            "window": tuple(self.window),
             "softcap": self.softcap,
             "scale": self.scale,
             "query_offset": _positions_array(self.query_offset),
@@ -47,8 +48,8 @@ class Options(NamedTuple):
 
 
 _OPTIONS = (
-    "Tensor? query_offset, Tensor? key_start, Tensor? key_end, bool causal, int window_left, "
-    "int window_right, float? softcap, float? scale, int? num_heads, int? num_kv_heads, "
+    "Tensor? query_offset, Tensor? key_start, Tensor? key_end, bool causal, int[] window, "
+    "float? softcap, float? scale, int? num_heads, int? num_kv_heads, "
     "str? kernel, str? backend"
 )
 _FORWARD = (
@@ -93,20 +94,13 @@ def _run_backward(
 ) -> tuple[Tensor, ...]:
     out, row_max, row_sum, probs = (_array(tensor) for tensor in rest[:4])
     given = Options(*rest[4:])
-    call = _prepare(
+    saved = restored(
         {"q": _array(q), "k": _array(k), "v": _array(v)},
+        Kept(out, row_max, row_sum, probs),
         MaskAndScale(**given.mask_and_scale()),
-        (given.num_heads, given.num_kv_heads),
-        given.kernel,
-        given.backend,
-    )
-    saved = Saved(
-        call,
-        as_input("out", out).array,
-        np.ascontiguousarray(row_max),
-        np.ascontiguousarray(row_sum),
-        np.ascontiguousarray(probs) if call.kernel == "materialized" else None,
-        call.options["backend"],
+        heads=(given.num_heads, given.num_kv_heads),
+        kernel=given.kernel,
+        backend=given.backend,
     )
     gradients = attention_backward(_array(dout), saved, dlse=None if dlse is None else _array(dlse))
     return tuple(torch.from_numpy(array) for array in gradients)

@@ -22,7 +22,12 @@ except ImportError as error:
     ) from error
 
 from forge._arrays import Array, wrong_dtype
-from forge._attention import _check_dtype, _prepare, attention_backward, attention_forward
+from forge._attention import (
+    _check_dtype,
+    attention_backward,
+    attention_forward,
+    restored,
+)
 from forge._options import (
     MaskAndScale,
     Window,
@@ -32,7 +37,7 @@ from forge._options import (
     head_counts,
     kernel_name,
 )
-from forge._saved import Saved
+from forge._saved import Kept
 
 __all__ = ["attention"]
 
@@ -238,10 +243,14 @@ def _host_backward(
     keywords = _keywords(fixed, positions, leading, arrays["q"].shape[0])
     heads = keywords.pop("num_heads"), keywords.pop("num_kv_heads")
     kernel, backend = keywords.pop("kernel"), keywords.pop("backend")
-    call = _prepare(dict(arrays), MaskAndScale(**keywords), heads, kernel, backend)
-    out, row_max, row_sum, *probs = (_folded(x, leading) for x in kept)
-    p = probs[0] if probs else None
-    saved = Saved(call, out, row_max, row_sum, p, call.options["backend"])
+    saved = restored(
+        dict(arrays),
+        Kept(*(_folded(x, leading) for x in kept)),
+        MaskAndScale(**keywords),
+        heads=heads,
+        kernel=kernel,
+        backend=backend,
+    )
     gradients = attention_backward(_folded(dout, leading), saved)
     return [x.reshape(*dout.shape[: leading + 1], *x.shape[1:]) for x in gradients]
 

@@ -27,9 +27,9 @@ from forge._arrays import (
     split_heads,
 )
 from forge._options import (
-    Heads,
     MaskAndScale,
     Positions,
+    Sizes,
     Window,
     backend_name,
     compiled_options,
@@ -289,7 +289,7 @@ def _require_shape(name: str, array: Array, shape: tuple[int, ...]) -> None:
 
 def _backward_heads(
     inputs: dict[str, Array], num_heads: int | None, num_kv_heads: int | None
-) -> Heads:
+) -> Sizes:
     heads = head_counts(inputs["q"], inputs["k"], inputs["v"], num_heads, num_kv_heads)
     rows = (heads.B, heads.H, heads.Tq)
     _require_shape("p", inputs["p"], (*rows, heads.Tk))
@@ -298,7 +298,7 @@ def _backward_heads(
     return heads
 
 
-def _split(inputs: dict[str, Array], heads: Heads) -> tuple[Array, Array, Array]:
+def _split(inputs: dict[str, Array], heads: Sizes) -> tuple[Array, Array, Array]:
     return (
         split_heads(inputs["q"], heads.H),
         split_heads(inputs["k"], heads.Hkv),
@@ -306,7 +306,7 @@ def _split(inputs: dict[str, Array], heads: Heads) -> tuple[Array, Array, Array]
     )
 
 
-def _options(given: MaskAndScale, heads: Heads, backend: str | None) -> _forge.Options:
+def _options(given: MaskAndScale, heads: Sizes, backend: str | None) -> _forge.Options:
     return compiled_options(given, heads, _FLOAT32, "materialized", backend_name(backend))
 
 

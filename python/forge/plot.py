@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge._arrays import Array, as_int
-from forge._plain import Inputs, visible
+from forge._check.plain import Inputs, visible
 from forge._saved import Saved
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def attention_map(
             "saved must come from a forward with kernel='materialized', which keeps p, "
             f"got kernel={saved.kernel!r}"
         )
-    sizes = saved._call.heads
+    sizes = saved._call.sizes
     if not sizes.Tq or not sizes.Tk:
         raise ValueError(
             f"saved must hold at least one query and one key, got Tq={sizes.Tq} and Tk={sizes.Tk}"
@@ -118,7 +118,7 @@ def _labels(name: str, labels: object, count: int, of: str) -> list[str] | None:
 
 def _offset(saved: Saved, b: int) -> int:
     """Return the key position of query 0 of a sequence."""
-    sizes, ranges = saved._call.heads, saved._call.options["ranges"]
+    sizes, ranges = saved._call.sizes, saved._call.options["ranges"]
     return sizes.Tk - sizes.Tq if ranges is None else int(ranges[b, 0])
 
 
@@ -139,7 +139,7 @@ def _seen(saved: Saved, b: int) -> Array:
                 *(call.q[one], call.k[one], call.v[one], call.q[one], None),
                 options={
                     "causal": options["causal"],
-                    "window": (options["window_left"], options["window_right"]),
+                    "window": options["window"],
                     "query_offset": offset,
                     "key_start": start,
                     "key_end": end,

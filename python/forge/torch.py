@@ -210,14 +210,13 @@ def attention(
     _check_precision(q, k, v, kernel)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be a string, got {type(backend).__name__}")
-    left, right = as_window(window)
+    window_pair = as_window(window)
     options = Options(
         query_offset=_as_positions("query_offset", query_offset),
         key_start=_as_positions("key_start", key_start),
         key_end=_as_positions("key_end", key_end),
         causal=causal,
-        window_left=left,
-        window_right=right,
+        window=window_pair,
         softcap=_as_float("softcap", softcap),
         scale=_as_float("scale", scale),
         num_heads=None if num_heads is None else as_int("num_heads", num_heads),

@@ -31,8 +31,15 @@ OUTPUTS_OF = {  # o, p and d_row are read by some and written by others
 NOT_ARRAYS = (None, 0, 1.5, "x", b"x", [1.0], (), {}, object(), np.ndarray, np.float32(1))
 INTS = (-2, -(2**31), -(2**63), 2**63, 2**64, 2**70, 1.5, None, "x", [])
 BAD = {
-    "window_left": INTS,
-    "window_right": INTS,
+    "window": (
+        *((left, 3) for left in INTS),
+        *((-1, right) for right in INTS),
+        (),
+        (1,),
+        [1, 2],
+        None,
+        5,
+    ),
     "scale": (np.nan, np.inf, -np.inf, 1e39, 1e-50, None, "x", []),
     "softcap": (-1.0, np.nan, np.inf, 1e39, 1e-50, None, "x", []),
     "kernel": ("", "x", "fused\0", None, 1, [], "\ud800"),
@@ -42,8 +49,7 @@ BAD = {
 OVERRIDDEN = {
     "kernel": ("attention_fwd_f32",)
 }  # the four kernels are materialized whatever is said
-LEGAL = {"causal": (True, False), "window_left": (-1, 0, 2**63 - 1),
-         "window_right": (-1, 0, 2**63 - 1),
+LEGAL = {"causal": (True, False), "window": ((-1, -1), (0, 0), (2**63 - 1, 2**63 - 1)),
          "scale": (0.0, -1e30, 1e-30), "softcap": (0.0, 1e-30, 1e30)}  # fmt: skip
 
 
@@ -154,7 +160,7 @@ def attack_options(name, args, function):
     for ranges in bad_ranges(2, 6):
         call(name != "attention_bwd_d_f32", ranges=ranges)  # which has no keys
     extreme = np.array([[-(2**63), 0, 6], [2**63 - 1, 6, 0]], np.int64)
-    call(False, ranges=extreme, causal=True, window_left=2**63 - 1, window_right=2**63 - 1)
+    call(False, ranges=extreme, causal=True, window=(2**63 - 1, 2**63 - 1))
     for wrong in NOT_ARRAYS:  # {} among them: options without a field
         attempt((name, "options", wrong), True, function, *(fresh(x) for x in args[:-1]), wrong)
 

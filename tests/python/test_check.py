@@ -9,11 +9,14 @@ import forge
 import numpy as np
 import oracle
 import pytest
-from forge import _check, _cli, _forge
-from forge._plain import Answer
-from forge._problems import PROBLEMS
+from forge import _cli, _forge
+from forge._check import run as _check
+from forge._check.plain import Answer
+from forge._check.problems import PROBLEMS
 
 FEW = tuple(p for p in PROBLEMS if p.name in ("causal, window 17", "all together"))
+
+REFUSAL = "backend must be one that can serve this call"
 
 
 @pytest.fixture
@@ -161,7 +164,7 @@ def test_a_backend_that_raises_is_an_error_in_the_table(few, monkeypatch, capsys
 
 def test_what_a_backend_does_not_serve_is_said_and_is_no_failure(few, monkeypatch, capsys):
     wide = np.zeros((1, 1, 1, 600), np.float32)
-    with pytest.raises(ValueError, match=f"^{_check._REFUSAL}") as refusal:
+    with pytest.raises(ValueError, match=f"^{REFUSAL}") as refusal:
         forge.attention(wide, wide, wide, backend="cpu")
     real = _forge.attention_fwd
 
@@ -203,7 +206,7 @@ def gpu(monkeypatch):
             if options["backend"] != "metal":
                 return real(*arguments)
             if options["kernel"] == "fused":
-                raise ValueError(f"{_check._REFUSAL} with kernel='fused', got 'metal': none yet")
+                raise _forge.NotServedError(f"{REFUSAL} with kernel='fused', got 'metal': none yet")
             ran = real(*arrays, {**options, "backend": "cpu"})
             gpu = {"backend": "metal", "device": "Stand-in GPU", "library": "source: a test"}
             return {**ran, **gpu, "arrays": {"q": "wrapped"}}
@@ -219,7 +222,7 @@ def test_a_gpu_that_serves_one_family_is_checked_for_that(few, gpu, capsys):
     out = capsys.readouterr().out
     assert "device Stand-in GPU, library source: a test" in out
     assert "q wrapped" in out
-    assert f"## metal, fused\n\nnot served: {_check._REFUSAL}" in out
+    assert f"## metal, fused\n\nnot served: {REFUSAL}" in out
     assert "## metal, materialized" in out
     assert f"| bits of cpu ({forge.build_config()['cpu_targets'][-1]}) |" in out
     assert "## metal, single kernels" in out
@@ -261,7 +264,7 @@ def test_a_backend_that_is_gone_half_way_is_a_fault(few, monkeypatch, capsys):
 
     def refuse(*_, **__):
         monkeypatch.setattr(forge, "backends", lambda: gone)
-        raise ValueError(f"{_check._REFUSAL} with kernel='fused', got 'cpu': unplugged")
+        raise _forge.NotServedError(f"{REFUSAL} with kernel='fused', got 'cpu': unplugged")
 
     monkeypatch.setattr(_check, "_whole", refuse)
     status, report = checked(capsys)
@@ -271,7 +274,7 @@ def test_a_backend_that_is_gone_half_way_is_a_fault(few, monkeypatch, capsys):
 
 def test_nothing_served_is_no_success(few, monkeypatch, capsys):
     def refuse(*_, **__):
-        raise ValueError(f"{_check._REFUSAL} with kernel='fused'")
+        raise _forge.NotServedError(f"{REFUSAL} with kernel='fused'")
 
     monkeypatch.setattr(_check, "_whole", refuse)
     monkeypatch.setattr(_check, "SINGLE_KERNEL_PROBLEMS", ())

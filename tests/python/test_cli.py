@@ -8,7 +8,7 @@ import sys
 import forge
 import numpy as np
 import pytest
-from forge._problems import PROBLEMS
+from forge._check.problems import PROBLEMS
 
 
 def command(*arguments, folder):

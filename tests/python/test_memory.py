@@ -145,8 +145,7 @@ def test_the_compiled_backward_keeps_its_arrays_alive():
     rows = np.ones((1, 2, 1500), np.float32)
     options = {
         "causal": False,
-        "window_left": -1,
-        "window_right": -1,
+        "window": (-1, -1),
         "scale": 1.0,
         "softcap": 0.0,
         "ranges": None,

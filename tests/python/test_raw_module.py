@@ -19,8 +19,7 @@ def test_hostile_calls_are_refused_and_crash_nothing():
 
 OPTIONS = {
     "causal": False,
-    "window_left": -1,
-    "window_right": -1,
+    "window": (-1, -1),
     "scale": 1.0,
     "softcap": 0.0,
     "ranges": None,

@@ -183,7 +183,7 @@ def test_the_operator_is_registered_as_torch_wants_it(rng, name):
     q, k, v, _ = (x.requires_grad_() for x in tensors(rng, B=2, Tq=5, Tk=7, H=4, Hkv=2))
     options = Options(
         torch.tensor(2), torch.tensor(1), torch.tensor([6, 7]),
-        True, 3, -1, 2.0, None, None, None, name, None,
+        True, (3, -1), 2.0, None, None, None, name, None,
     )  # fmt: skip
     assert set(torch.library.opcheck(forward_op, (q, k, v, *options)).values()) == {"SUCCESS"}
 

@@ -18,12 +18,11 @@ import numpy as np
 import forge
 from forge import kernels
 from forge._arrays import Array
-from forge._plain import GRADIENTS, Answer, Inputs
-from forge._problems import PROBLEMS, SINGLE_KERNEL_PROBLEMS, Problem
+from forge._check.plain import GRADIENTS, Answer, Inputs
+from forge._check.problems import PROBLEMS, SINGLE_KERNEL_PROBLEMS, Problem
+from forge._forge import NotServedError
 
 KERNELS = ("fused", "materialized")
-# How dispatch begins a refusal; any other ValueError is a fault, the problems here being valid.
-_REFUSAL = "backend must be one that can serve this call"
 _SMALLEST = 2.0**-126  # the smallest normal float32: Apple's GPUs flush what is below
 
 Results = dict[str, Array]
@@ -234,8 +233,8 @@ class _Checker:
             }
             outcome.same_bits = same_bits(got, again())
         except Exception as error:
-            refused = isinstance(error, ValueError) and str(error).startswith(_REFUSAL)
-            if refused and forge.backends()[outcome.device.backend]["ok"]:
+            # Any other ValueError is a fault, the problems here being valid.
+            if isinstance(error, NotServedError) and forge.backends()[outcome.device.backend]["ok"]:
                 outcome.refused = str(error)
             else:
                 outcome.fault = _words(error)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from forge._arrays import Array
-from forge._plain import Inputs, visible
+from forge._check.plain import Inputs, visible
 
 
 @dataclass(frozen=True)
