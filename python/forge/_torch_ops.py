@@ -140,10 +140,17 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) 
     return *(x if needed else None for x, needed in wanted), *(None for _ in Options._fields)
 
 
+# Of PyTorch's kernels on the CPU, this one alone is differentiable twice and forward.
+BY_TORCH = (
+    "F.scaled_dot_product_attention within torch.nn.attention.sdpa_kernel("
+    "torch.nn.attention.SDPBackend.MATH)"
+)
+
+
 def _refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
     raise NotImplementedError(
         "forge.torch.attention has first derivatives only, got a backward through its backward; "
-        "where second derivatives are needed, use torch's own operations"
+        f"where second derivatives are needed, use {BY_TORCH}"
     )
 
 

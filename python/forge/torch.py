@@ -29,7 +29,7 @@ except ImportError as error:
 from forge import _forge
 from forge._arrays import Array, as_bool, as_int, float64_for_fused, wrong_precision
 from forge._options import Positions, Window, as_int_array, as_window, kernel_name
-from forge._torch_ops import Options, forward_op
+from forge._torch_ops import BY_TORCH, Options, forward_op
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
@@ -55,7 +55,7 @@ def _check_tensor(name: str, value: object) -> None:
     if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
         raise NotImplementedError(
             f"{name} must have no forward-mode tangent; forge has no jvp: use reverse mode "
-            "(backward, torch.autograd.grad), or F.scaled_dot_product_attention"
+            f"(backward, torch.autograd.grad), or {BY_TORCH}"
         )
 
 

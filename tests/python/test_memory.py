@@ -32,6 +32,8 @@ def test_p_is_refused_with_what_to_use_instead(little_memory):
     y = np.broadcast_to(np.float64(1), (1, 6000, 1, 1))
     with pytest.raises(MemoryError, match=r"kernel='fused' needs no p \(in float32\)"):
         forge.attention(y, y, y, kernel="materialized")
+    z = y.astype(np.float32)
+    assert (forge.attention(z, z, z, kernel="fused") == 1).all()
 
 
 def test_gradients_count_together(monkeypatch):
