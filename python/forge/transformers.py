@@ -7,43 +7,31 @@ model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="forge", 
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 try:
     import torch
     from torch import Tensor
-    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        PreTrainedModel,
+        masking_utils,
+    )
 except ImportError as error:
     raise ImportError(
         "forge.transformers needs PyTorch and transformers with its AttentionMaskInterface: "
         "pip install torch transformers, or pip install '.[transformers]' in a checkout of forge"
     ) from error
 
+from forge._transformers_mask import EAGER, CarriedMask
 from forge.torch import attention
 
 __all__ = ["register"]
-
-_INSTEAD = "use attn_implementation='sdpa' or 'eager'"
-
-# A mask travels through the model as an int64 tensor [B, 1, 1, fields]: transformers hands tensors
-# of four axes on untouched. No mask of a user's starts with this number.
-_MARK = 0x666F726765
-
-
-class _Keys(NamedTuple):
-    """Which keys a sequence's queries see, in the order of the fields of a mask tensor."""
-
-    mark: int
-    query_offset: int
-    key_start: int
-    key_end: int
-    causal: int
-    left: int
-    right: int
-    Tq: int
-    Tk: int
 
 
 class _Band(NamedTuple):
@@ -105,7 +93,7 @@ def _check_library() -> None:
     if not needed <= set(known):
         raise RuntimeError(
             f"forge.transformers needs transformers 5.24 or later, got {_version()}, whose masks "
-            f"are made without {', '.join(sorted(needed - set(known)))}; {_INSTEAD}"
+            f"are made without {', '.join(sorted(needed - set(known)))}; {EAGER}"
         )
     position = torch.arange(8)
     i, j = position[:, None], position[None, :]
@@ -126,7 +114,7 @@ def _check_library() -> None:
                 continue
         raise RuntimeError(
             f"forge.transformers cannot read the masks of transformers {_version()}: "
-            f"{getattr(function, '__qualname__', function)}; {_INSTEAD}"
+            f"{getattr(function, '__qualname__', function)}; {EAGER}"
         )
 
 
@@ -136,23 +124,26 @@ def _version() -> str:
     return str(transformers.__version__)
 
 
-def _key_ranges(padding: Tensor | None, kv_length: int, kv_offset: int) -> list[tuple[int, int]]:
-    """Return (first, one past the last) unpadded key of each sequence; [(0, Tk)] for all alike."""
+def _key_ranges(
+    padding: Tensor | None, kv_length: int, kv_offset: int
+) -> list[tuple[int, int]] | None:
+    """Return (first, one past the last) unpadded key of each sequence; None: all of them."""
     if padding is None:
-        return [(0, kv_length)]
+        return None
     inside = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
     length = inside.shape[1]
     counts = inside.sum(1).tolist()
     if length == kv_length and all(count == length for count in counts):
-        return [(0, kv_length)]
+        return None
     # Keys beyond the mask are padding too, as in transformers' own masks.
     starts = inside.to(torch.uint8).argmax(1).tolist() if length else [0] * len(counts)
     for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
         if not bool(inside[b, start : start + count].all()):
             raise ValueError(
                 "attention_mask must have its zeros left and right of one run of ones, got zeros "
-                f"between ones in sequence {b}; to generate, pad on the left "
-                f"(tokenizer.padding_side = 'left'), or {_INSTEAD}"
+                f"between ones in sequence {b}; where a prompt is padded on the right, generate "
+                "from one padded on the left (tokenizer.padding_side = 'left'); a prefix before "
+                f"padding, or any other gap, forge cannot serve: {EAGER}"
             )
     return [
         (start, start + count) if count else (0, 0)
@@ -160,6 +151,7 @@ def _key_ranges(padding: Tensor | None, kv_length: int, kv_offset: int) -> list[
     ]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads the padding's values
 def _mask(
     *,
     batch_size: int,
@@ -170,8 +162,8 @@ def _mask(
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     **_: Any,
-) -> Tensor:
-    """Build what transformers hands to each layer in place of a mask: a few numbers a sequence.
+) -> CarriedMask:
+    """Build what transformers hands to each layer in place of a mask: forge's options.
 
     Raises:
         ValueError: packed sequences, chunked or blockwise masks, padding between tokens.
@@ -181,52 +173,44 @@ def _mask(
         raise ValueError(
             "the mask must be causal, sliding-window or bidirectional with padding, got "
             "another (packed sequences by position_ids, chunks, blocks of images, a function of "
-            f"your own); pad the batch instead of packing it, or {_INSTEAD}"
+            f"your own); pad the batch instead of packing it, or {EAGER}"
         )
-    rows = [
-        _Keys(
-            mark=_MARK,
-            query_offset=int(q_offset) - kv_offset,
-            key_start=start,
-            key_end=end,
-            causal=int(band.causal),
-            left=band.left,
-            right=band.right,
-            Tq=q_length,
-            Tk=kv_length,
-        )
-        for start, end in _key_ranges(attention_mask, kv_length, kv_offset)
-    ]
-    return torch.tensor(rows).expand(batch_size, -1)[:, None, None, :]
-
-
-def _options_of(mask: Tensor, Tq: int, Tk: int) -> dict[str, Any]:
-    """Return forge's options for a mask tensor made by _mask."""
-    fields = len(_Keys._fields)
-    if not isinstance(mask, Tensor) or mask.shape[1:] != (1, 1, fields):
+    if attention_mask is not None and attention_mask.shape[:-1] != (batch_size,):
         raise ValueError(
-            "attention_mask must be [B, T] of ones and zeros, got "
-            f"{tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}; "
-            f"forge takes no masks of four axes: {_INSTEAD}"
-        )
-    rows = [_Keys(*row) for row in (mask[:1] if mask.stride(0) == 0 else mask)[:, 0, 0].tolist()]
-    first = rows[0]
-    if first.mark != _MARK:
-        raise ValueError(f"attention_mask must be [B, T] of ones and zeros, got {mask}; {_INSTEAD}")
-    if (first.Tq, first.Tk) != (Tq, Tk):
-        raise ValueError(
-            f"attention_mask must be made for {Tq} queries and {Tk} keys, got one for "
-            f"{first.Tq} and {first.Tk}; {_INSTEAD}"
+            f"attention_mask must be [B, T] of ones and zeros with B = {batch_size}, got "
+            f"{list(attention_mask.shape)}"
         )
     options: dict[str, Any] = {
-        "causal": bool(first.causal),
-        "window": (first.left, first.right),
-        "query_offset": first.query_offset,
+        "causal": band.causal,
+        "window": (band.left, band.right),
+        "query_offset": int(q_offset) - kv_offset,
     }
-    if any((row.key_start, row.key_end) != (0, Tk) for row in rows):
-        ranges = torch.tensor([(row.key_start, row.key_end) for row in rows])
-        options["key_start"], options["key_end"] = ranges.expand(len(mask), 2).unbind(1)
-    return options
+    ranges = _key_ranges(attention_mask, kv_length, kv_offset)
+    if ranges is not None:
+        options["key_start"], options["key_end"] = torch.tensor(ranges).unbind(1)
+    return CarriedMask((batch_size, q_length, kv_length), options)
+
+
+def _options_of(mask: Tensor, B: int, Tq: int, Tk: int, layer: str) -> dict[str, Any]:
+    """Return forge's options for a mask made by _mask, in a layer of these sizes."""
+    if not isinstance(mask, CarriedMask):
+        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attn_implementation='forge' cannot serve this call: {layer} was handed a mask {got} "
+            "that transformers' mask functions did not make for forge; the model builds its mask "
+            f"itself, or was given one that is not [B, T] of ones and zeros; {EAGER}"
+        )
+    made_for = (mask.shape[0], *mask.shape[2:])
+    if made_for not in ((B, Tq, Tk), (1, Tq, Tk)):
+        raise ValueError(
+            f"attn_implementation='forge' cannot serve this model: {layer} has {B} sequences of "
+            f"{Tq} queries and {Tk} keys, and was handed a mask for {made_for[0]} of "
+            f"{made_for[1]} and {made_for[2]}; {EAGER}"
+        )
+    options = mask.options
+    if made_for[0] == B or "key_start" not in options:
+        return options
+    return {**options, **{name: options[name].expand(B) for name in ("key_start", "key_end")}}
 
 
 # What some models hand to their attention that forge's kernels do not know.
@@ -237,8 +221,6 @@ _UNSUPPORTED = {
     "sinks": "attention sinks",
     "indices": "sparse attention",
     "block_indices": "sparse attention",
-    "cu_seq_lens_q": "packed sequences",
-    "cu_seq_lens_k": "packed sequences",
     "head_mask": "head masks",
     "output_attentions": "attention weights as an output",
 }
@@ -249,17 +231,22 @@ def _refuse(value: Tensor, query: Tensor, dropout: float, others: dict[str, Any]
         raise ValueError(
             f"attention_dropout must be 0 in training, got {dropout}; build the model with the "
             "dropout of its attention at 0 (attention_dropout=0; BERT: "
-            f"attention_probs_dropout_prob=0; GPT-2: attn_pdrop=0), or {_INSTEAD}"
+            f"attention_probs_dropout_prob=0; GPT-2: attn_pdrop=0), or {EAGER}"
         )
     for name, what in _UNSUPPORTED.items():
         given = others.get(name)
         if given is not None and given is not False:
-            instead = "use attn_implementation='eager'" if name == "output_attentions" else _INSTEAD
-            raise ValueError(f"{name} must not be given, forge has no {what}; {instead}")
+            raise ValueError(f"{name} must not be given, forge has no {what}; {EAGER}")
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):  # eager attention does not look at them
+        if others.get(name) is not None:
+            raise ValueError(
+                f"{name} must not be given, forge has no packed sequences; pad the batch instead "
+                "of packing it"
+            )
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(
             f"value must have the head size of query, got {value.shape[-1]} and "
-            f"{query.shape[-1]}; {_INSTEAD}"
+            f"{query.shape[-1]}; {EAGER}"
         )
 
 
@@ -267,12 +254,13 @@ def _options_without_mask(is_causal: bool, window: int | None, Tq: int, Tk: int)
     """Return the options where a model builds no mask: causal or not, as with sdpa."""
     if window is not None or (is_causal and 1 < Tq != Tk):
         raise ValueError(
-            f"attention_mask must be made by transformers' mask functions, got None for {Tq} "
-            f"queries and {Tk} keys (window {window}); {_INSTEAD}"
+            f"attn_implementation='forge' cannot serve this model: it makes no mask for {Tq} "
+            f"queries and {Tk} keys (window {window}); {EAGER}"
         )
     return {"causal": is_causal and Tq > 1}
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads options off the mask
 def _attention(
     module: Any,
     query: Tensor,
@@ -293,9 +281,43 @@ def _attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options = _options_without_mask(bool(causal), sliding_window, Tq, Tk)
     else:
-        options = _options_of(attention_mask, Tq, Tk)
+        layer = type(module).__name__
+        options = _options_of(attention_mask, query.shape[0], Tq, Tk, layer)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return attention(q, k, v, scale=scaling, softcap=softcap, **options), None
+
+
+def _own_attention(model: type[PreTrainedModel]) -> bool:
+    """Whether a model's class has attention of its own, out of reach of attention functions.
+
+    transformers knows it of a class by its flag, or finds it in its module. Where it cannot look,
+    as in a notebook, the bases decide. A table of attention classes has none for forge.
+    """
+    parts: list[Any] = [part for part in model.__mro__ if issubclass(part, PreTrainedModel)][:-1]
+    for part in parts:
+        values = vars(sys.modules.get(part.__module__, object)).values()
+        if any(isinstance(x, dict) and isinstance(x.get("eager"), type) for x in values):
+            return True
+    # A class that asks for an attention function may have a base of which it cannot be seen.
+    return not any(
+        part._supports_attention_backend or part._can_set_attn_implementation() for part in parts
+    )
+
+
+def _refuse_when_built(name: str) -> None:
+    """Make models that would never call forge's function say so when they are built or switched."""
+    known = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(known)
+    def checked(self: Any, requested_attention: str | None, *rest: Any, **options: Any) -> Any:
+        if requested_attention == name and _own_attention(type(self)):
+            raise ValueError(
+                f"attn_implementation={name!r} cannot serve {type(self).__name__}: it computes "
+                f"attention itself and never calls forge's; {EAGER}"
+            )
+        return known(self, requested_attention, *rest, **options)
+
+    PreTrainedModel.get_correct_attn_implementation = checked
 
 
 def register(name: str = "forge") -> None:
@@ -308,5 +330,7 @@ def register(name: str = "forge") -> None:
         RuntimeError: this version of transformers builds masks in a way that forge cannot read.
     """
     _check_library()
+    if AttentionInterface().get(name) is not _attention:
+        _refuse_when_built(name)
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, _mask)

@@ -17,7 +17,8 @@ SCOPE = os.environ.get("FORGE_TEST_SCOPE", "all")
 ONCE = ["test_benchmark_models", "test_benchmarks", "test_plot", "test_tree", "test_workflows"]
 # On a device the demo and the pages still say something, on another CPU target no more.
 PROGRAMS = ["test_cli", "test_demo", "test_docs"]
-PEERS = ["test_jax", "test_jax_programs", "test_mlx", "test_torch", "test_transformers"]
+PEERS = ["test_jax", "test_jax_programs", "test_mlx", "test_recommendations", "test_torch"]
+PEERS += ["test_transformers", "test_transformers_models", "test_transformers_refusals"]
 IGNORED = {
     "all": [],
     "target": ONCE + PROGRAMS + PEERS,
