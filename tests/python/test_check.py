@@ -246,14 +246,15 @@ def test_a_gpu_with_other_bits_than_the_cpu_fails(few, gpu, monkeypatch, capsys)
 
 
 def test_numbers_too_small_to_be_normal_may_be_flushed():
-    """Apple's GPUs do; everything from 2^-126 up must be the same, and so must signs."""
+    """Apple's GPUs do, and sums of zeros have any sign; all from 2^-126 up must be the same."""
 
     def same(a, b):
         return _check.same_bits({"x": np.array(a, np.float32)}, {"x": np.array(b, np.float32)})
 
     assert same([1.0, 0.0, -0.0, 2.0**-126], [1.0, 2.0**-130, -(2.0**-140), 2.0**-126])
+    assert same([0.0, -0.0, 0.0], [-(2.0**-130), 2.0**-140, -0.0])
     assert not same([0.0], [2.0**-126])
-    assert not same([0.0], [-0.0])
+    assert not same([2.0**-126], [-(2.0**-126)])
     assert not same([1.0], [np.nextafter(np.float32(1), np.float32(2))])
     assert same([np.nan, -np.inf], [np.nan, -np.inf])
 
