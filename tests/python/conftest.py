@@ -1,6 +1,7 @@
 """Fixtures: every test that takes `backend` or `kernel` runs on all that this machine has."""
 
 import functools
+import mmap
 import os
 
 import forge
@@ -26,6 +27,10 @@ IGNORED = {
     "quick": ONCE + PROGRAMS + PEERS,
 }
 collect_ignore = [f"{module}.py" for module in IGNORED[SCOPE]]
+
+# The software Metal device may have larger pages (SOFTMETAL_SETTINGS); then Python has them too.
+if forge.build_config()["metal"] == "software" and softmetal.get("page_bytes"):
+    mmap.PAGESIZE = softmetal.get("page_bytes")
 
 settings.register_profile(
     "forge",

@@ -155,8 +155,8 @@ def protect(address, size, protection):
 def between_guards(floats):
     """Pages that end with the last of `floats` floats, between two that may not be touched."""
     pages = -(-floats * 4 // PAGE)
-    memory = mmap.mmap(-1, (pages + 2) * PAGE)
-    block = np.frombuffer(memory, np.uint8)
+    block = np.frombuffer(mmap.mmap(-1, (pages + 3) * PAGE), np.uint8)
+    block = block[-block.ctypes.data % PAGE :]
     for edge in (0, (pages + 1) * PAGE):
         protect(block.ctypes.data + edge, PAGE, 0)
     inside = block[PAGE : (pages + 1) * PAGE].view(np.float32)

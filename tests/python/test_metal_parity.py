@@ -7,7 +7,7 @@ import forge
 import numpy as np
 import pytest
 from calls import assert_same_bits, run, same_bits
-from forge import kernels
+from forge import _cli, kernels
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import random_inputs
@@ -132,3 +132,8 @@ def test_it_really_ran_on_the_device(software, rng):
     forge.attention(*random_inputs(rng)[:3], backend="metal", kernel="materialized")
     assert forge.last_run()["backend"] == "metal"
     assert software.get("dispatches") == 1
+
+
+def test_every_problem_of_forge_check_passes(capsys):
+    """What is asked of owners of Macs, on software devices that are like theirs as well."""
+    assert _cli.main(["check", "--backend", "metal"]) == 0, capsys.readouterr().out

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import msl
+from branches import Branches
+from shader_tokens import Tokens
 
 POINTERS = {"device": "device_ptr", "constant": "constant_ptr", "threadgroup": "threadgroup_ptr"}
 REFERENCES = {"device": "device_ref", "threadgroup": "threadgroup_ref"}
@@ -89,6 +91,11 @@ def replacements(program: msl.Program) -> list[tuple[int, int, str]]:
     return found
 
 
+def may_store(parameter: msl.Parameter) -> bool:
+    declarator = parameter.declarator
+    return declarator is not None and declarator.space == "device" and not declarator.const
+
+
 def substituted(text: str, found: list[tuple[int, int, str]]) -> str:
     pieces, position = [], 0
     for begin, end, replacement in sorted(found, key=lambda piece: (piece[0], piece[1])):
@@ -136,7 +143,8 @@ def kernel_tables(
         sources.append(f"{{{index}, softmetal::Builtin::{builtin}}}")
         arguments.append(
             f'{{"{parameter.name}", softmetal::ArgumentKind::{kind}, {index}, {enabled_by}, '
-            f"{signature}::least_bytes[{i}], {signature}::alignments[{i}]}}"
+            f"{signature}::least_bytes[{i}], {signature}::alignments[{i}], "
+            f"{str(may_store(parameter)).lower()}}}"
         )
     used = words_used(program, kernel.words) | {p.enabled_by for p in kernel.parameters}
     constants = [f'"{c.name}"' for c in program.constants if c.name in used]
@@ -207,7 +215,8 @@ def constant_entry(constant: msl.FunctionConstant) -> str:
 
 def translate(text: bytes, name: str) -> str:
     program = msl.parse(text.decode(), name)
-    body = substituted(program.text, replacements(program))
+    marks = Branches(Tokens(program.text, name)).find()
+    body = substituted(program.text, replacements(program) + [(at, at, mark) for at, mark in marks])
     entries = list(enumerate(entry_points(program)))
     tables = [kernel_tables(program, k, host, f, n) for n, (k, host, f) in entries]
     kernels = [kernel_entry(program, k, host, f, n) for n, (k, host, f) in entries]

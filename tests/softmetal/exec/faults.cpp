@@ -76,6 +76,19 @@ void fault_race(const Binding* binding, const void* address, uint64_t other, boo
       0);
 }
 
+void fault_device_race(const Binding* binding, const void* address, uint32_t other, bool store,
+                       bool other_store) noexcept {
+  Text text =
+      other == kOfManyGroups ? Text{"other threadgroups"} : formatted("threadgroup %u", other - 1);
+  fault_text(formatted("device memory of argument '%s', byte offset %td: threadgroup %u %s what %s "
+                       "%s in the same dispatch",
+                       binding->argument, static_cast<const char*>(address) - binding->base,
+                       group.number - 1, store ? "stores" : "loads", text.of,
+                       other_store ? "stored" : "loaded")
+                 .of,
+             0);
+}
+
 void Engine::State::diagnose_stuck() {
   std::string text;
   if (at_barrier != 0) {

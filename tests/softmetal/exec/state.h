@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "exec/threadgroup.h"
 #include "softmetal/race.h"
@@ -19,6 +20,7 @@ struct Simdgroup {
   std::uint32_t last_mask = 0;
   SimdOperation operation = SimdOperation::kBarrier;
   int line = 0;
+  const Thread* came = nullptr;  // one of those that wait
 };
 
 struct Engine::State {
@@ -31,7 +33,9 @@ struct Engine::State {
   int done = 0;
   int at_barrier = 0;
   int barrier_line = 0;
+  const Thread* at_barrier_first = nullptr;
   std::uint64_t clock = 0;  // threadgroup barriers passed, by any threadgroup so far
+  std::uint64_t random_state = 0;
 
   Thread threads[kMaxThreads];
   unsigned char states[kMaxThreads];
@@ -48,7 +52,9 @@ struct Engine::State {
 
   Failure run(const Dispatch& given);
   void place_arguments();
-  void start_group(Position at);
+  std::uint32_t random(std::uint32_t below);
+  std::vector<std::uint32_t> order_of(std::uint32_t count);
+  void start_group(std::uint32_t number);
   void run_group();
   void diagnose_stuck();
   void next_epoch();

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
+#include "exec/shadow.h"
 #include "exec/state.h"
+#include "exec/subnormals.h"
 
 namespace softmetal {
 
@@ -37,7 +40,7 @@ const Binding* threadgroup_array_binding(int id, size_t size, size_t alignment,
                0);
   }
   const char* begin = state.memory + start;
-  binding = {begin, begin + size, begin, begin + size, begin, name, "threadgroup memory"};
+  binding = {begin, begin + size, begin, begin + size, begin, name, "threadgroup memory", nullptr};
   state.memory_used = start + size;
   state.array_known[id] = true;
   return &binding;
@@ -52,12 +55,34 @@ void Engine::State::place_arguments() {
     Binding& binding = launch.threadgroup_arguments[i];
     const char* begin = memory + argument_bytes;
     binding = {
-        begin, begin + bytes, begin, begin + bytes, begin, binding.argument, "threadgroup memory"};
+        begin,  begin + bytes, begin, begin + bytes, begin, binding.argument, "threadgroup memory",
+        nullptr};
     argument_bytes += (bytes + 15) / 16 * 16;
   }
 }
 
-void Engine::State::start_group(Position at) {
+// xorshift64*
+std::uint32_t Engine::State::random(std::uint32_t below) {
+  random_state ^= random_state >> 12;
+  random_state ^= random_state << 25;
+  random_state ^= random_state >> 27;
+  return std::uint32_t((random_state * 0x2545f4914f6cdd1du) >> 32) % below;
+}
+
+std::vector<std::uint32_t> Engine::State::order_of(std::uint32_t count) {
+  std::vector<std::uint32_t> order(count);
+  std::iota(order.begin(), order.end(), 0u);
+  for (std::uint32_t left = count; dispatch->seed != 0 && left > 1; --left) {
+    std::swap(order[left - 1], order[random(left)]);
+  }
+  return order;
+}
+
+void Engine::State::start_group(std::uint32_t number) {
+  const Position groups = launch.threadgroups_per_grid;
+  const Position at = {number % groups.x, number / groups.x % groups.y,
+                       number / groups.x / groups.y};
+  group.number = number + 1;
   const Position whole = launch.threads_per_threadgroup;
   const Position grid = launch.threads_per_grid;
   Position origin = {at.x * whole.x, at.y * whole.y, at.z * whole.z};
@@ -80,6 +105,7 @@ void Engine::State::start_group(Position at) {
         thread.simdgroup = thread.index / kSimdWidth;
         thread.simdgroups = std::uint32_t(count);
         thread.operations = 0;
+        thread.way = {};
       }
     }
   }
@@ -87,7 +113,7 @@ void Engine::State::start_group(Position at) {
   for (int i = 0; i < count; ++i) {
     int first = i * kSimdWidth;
     int in_group = std::min(kSimdWidth, size - first);
-    simdgroups[i] = {first, in_group, in_group, 0, 0, 0, SimdOperation::kBarrier, 0};
+    simdgroups[i] = {first, in_group, in_group, 0, 0, 0, SimdOperation::kBarrier, 0, nullptr};
   }
   // NaN, so that reading what nobody wrote shows.
   std::memset(memory, 0xff, std::max(memory_used, argument_bytes));
@@ -98,8 +124,10 @@ void Engine::State::start_group(Position at) {
 
 void Engine::State::run_group() {
   int from = 0;
+  const auto count = std::uint32_t(size + kSimdWidth - 1) / kSimdWidth;
   while (done < size && !failure) {
     int next = -1;
+    if (dispatch->seed != 0) from = int(random(count)) * kSimdWidth;
     for (int step = 0; step < size && next < 0; ++step) {
       int i = from + step < size ? from + step : from + step - size;
       if (states[i] <= kReady) next = i;
@@ -119,15 +147,15 @@ Failure Engine::State::run(const Dispatch& given) {
   failure = Failure();
   place_arguments();
   softmetal::launch = &launch;
-  group = {memory, writes, reads, threads};
+  group = {memory, writes, reads, threads, 0};
+  random_state = dispatch->seed * std::uint64_t(0x9e3779b97f4a7c15u) + 1;
+  const Shadows shadows(*given.kernel, &launch);
+  const FlushSubnormals flush(given.flushes_subnormals);
   const Position groups = launch.threadgroups_per_grid;
-  for (std::uint32_t z = 0; z < groups.z && !failure; ++z) {
-    for (std::uint32_t y = 0; y < groups.y && !failure; ++y) {
-      for (std::uint32_t x = 0; x < groups.x && !failure; ++x) {
-        start_group({x, y, z});
-        run_group();
-      }
-    }
+  for (std::uint32_t number : order_of(groups.x * groups.y * groups.z)) {
+    start_group(number);
+    run_group();
+    if (failure) break;
   }
   if (failure) failure.text = std::string("kernel ") + given.kernel->name + ": " + failure.text;
   return failure;

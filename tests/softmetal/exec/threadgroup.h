@@ -12,6 +12,8 @@ namespace softmetal {
 
 struct Dispatch {
   const Kernel* kernel = nullptr;
+  std::uint32_t seed = 0;  // of the order of threadgroups and simdgroups; 0: in order
+  bool flushes_subnormals = false;
   Launch launch = {};
   std::size_t threadgroup_argument_bytes[kMaxBuffers] = {};
 };

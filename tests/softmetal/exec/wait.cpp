@@ -45,13 +45,24 @@ void fiber_main() {
       release_simdgroup(state, simdgroup);
     }
     int next = int(self->index) + 1;
-    if (next < state.size && state.states[next] == kNew) {
+    if (next < simdgroup.first + simdgroup.size && state.states[next] == kNew) {
       state.states[next] = kReady;
       current = self + 1;
       continue;
     }
     softmetal_switch_stacks(&self->stack_pointer, state.scheduler);
   }
+}
+
+// Threads at one line that came to it by different ways are not together: a GPU has them there one
+// after another, each with the others inactive.
+void check_ways(const Thread* self, const Thread* other, bool same, int line, const char* what) {
+  if (same) return;
+  fault_text(formatted("threads %u and %u came to this %s by different ways: other branches, calls "
+                       "or rounds of loops",
+                       other->index, self->index, what)
+                 .of,
+             line);
 }
 
 }  // namespace
@@ -84,7 +95,8 @@ inline void Engine::State::leave(Thread* self, ThreadState state, int line) {
   states[self->index] = state;
   self->line = line;
   // Nearly always the neighbour.
-  bool neighbour = int(self->index) + 1 < size && states[self->index + 1] == kReady;
+  bool neighbour = self->lane + 1 < kSimdWidth && int(self->index) + 1 < size &&
+                   states[self->index + 1] == kReady;
   Thread* next = neighbour ? self + 1 : next_in_simdgroup(self);
   if (next != nullptr) {
     enter(next, &self->stack_pointer);
@@ -95,12 +107,17 @@ inline void Engine::State::leave(Thread* self, ThreadState state, int line) {
 
 void threadgroup_barrier_wait(bool orders_threadgroup_memory, int line) noexcept {
   Engine::State& state = *engine;
+  if (state.at_barrier == 0) state.at_barrier_first = current;
   if (state.at_barrier != 0 && state.barrier_line != line) {
     fault_text(formatted("threads of one threadgroup wait at different barriers, lines %d and %d",
                          state.barrier_line, line)
                    .of,
                line);
   }
+  const Way &way = current->way, &first = state.at_barrier_first->way;
+  check_ways(current, state.at_barrier_first,
+             way.barrier_path == first.barrier_path && way.barrier_rounds == first.barrier_rounds,
+             line, "barrier");
   state.barrier_line = line;
   if (++state.at_barrier < state.size) {
     state.leave(current, kAtBarrier, line);
@@ -123,6 +140,10 @@ uint32_t simd_wait(SimdOperation operation, int line, SimdCallback last) noexcep
                    .of,
                line);
   }
+  if (simdgroup.arrived == 0) simdgroup.came = self;
+  const Way &way = self->way, &other = simdgroup.came->way;
+  check_ways(self, simdgroup.came, way.path == other.path && way.rounds == other.rounds, line,
+             "simdgroup operation");
   simdgroup.operation = operation;
   simdgroup.line = line;
   simdgroup.mask |= std::uint32_t(1) << self->lane;

@@ -224,19 +224,21 @@ void CommandBuffer::execute(Engine& engine) {
 }
 
 void CommandBuffer::run_dispatches(Engine& engine) {
-  std::uint64_t fmas = 0;
+  std::uint64_t fmas = 0, threadgroups = 0;
   for (const EncodedDispatch& encoded : dispatches_) {
     encoded.pipeline->install_constants();
     Counters counted;
     Failure failure = engine.run(encoded.dispatch, &counted);
     fmas += counted.fmas;
+    const Position groups = encoded.dispatch.launch.threadgroups_per_grid;
+    threadgroups += std::uint64_t(groups.x) * groups.y * groups.z;
     record_dispatch(counted);
     if (failure) {
       fail(failure.access ? kErrorPageFault : kErrorInternal, failure.text);
       break;
     }
   }
-  record_command_buffer(fmas);
+  record_command_buffer(fmas, threadgroups);
 }
 
 void CommandBuffer::finish() {

@@ -22,6 +22,12 @@ std::uint64_t divide_up(std::uint64_t a, std::uint64_t b) { return (a + b - 1) /
 
 constexpr std::uint64_t kMostBytes = 4096;  // of setBytes
 
+void choose_freedom(Dispatch* dispatch) {
+  dispatch->seed = std::uint32_t(setting(Setting::kSeed));
+  dispatch->flushes_subnormals = setting(Setting::kFlushSubnormals) != 0;
+  dispatch->launch.freedom = {dispatch->seed * 0x85ebca6bu, dispatch->seed % kProductOrders};
+}
+
 }  // namespace
 
 ComputeEncoder::ComputeEncoder(CommandBuffer* buffer)
@@ -160,7 +166,8 @@ std::string ComputeEncoder::bind(const Argument& argument, EncodedDispatch* into
                nullptr,
                nullptr,
                argument.name,
-               "an argument that its function constant turns off"};
+               "an argument that its function constant turns off",
+               nullptr};
     return "";
   }
   const Slot& slot = slots_[index];
@@ -171,7 +178,7 @@ std::string ComputeEncoder::bind(const Argument& argument, EncodedDispatch* into
   if (slot.bytes) {
     const char* begin = slot.bytes->data();
     room = slot.bytes->size();
-    binding = {begin, begin + room, begin, begin, begin, argument.name, "bytes"};
+    binding = {begin, begin + room, begin, begin, begin, argument.name, "bytes", nullptr};
     into->bytes.push_back(slot.bytes);
   } else {
     Buffer* buffer = slot.buffer.get();
@@ -181,8 +188,9 @@ std::string ComputeEncoder::bind(const Argument& argument, EncodedDispatch* into
     const char* begin = buffer->contents() + mark.range.location;
     const char* end = begin + mark.range.length;
     const char* store_end = buffer->read_only() ? begin : end;
-    binding = {begin,         end,           begin, store_end, buffer->contents() + slot.offset,
-               argument.name, label->c_str()};
+    binding = {
+        begin,          end,    begin, store_end, buffer->contents() + slot.offset, argument.name,
+        label->c_str(), nullptr};
     room = std::uint64_t(end - binding.base);
     into->buffers.push_back(slot.buffer);
     into->labels.push_back(std::move(label));
@@ -205,6 +213,7 @@ void ComputeEncoder::encode(Size threads, Size per_threadgroup) {
     const Kernel* kernel = pipeline_->kernel();
     encoded.pipeline = pipeline_;
     encoded.dispatch.kernel = kernel;
+    choose_freedom(&encoded.dispatch);
     Launch& table = encoded.dispatch.launch;
     table.threads_per_grid = position(threads);
     table.threads_per_threadgroup = position(per_threadgroup);

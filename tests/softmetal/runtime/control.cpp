@@ -1,9 +1,14 @@
 #include "runtime/control.h"
 
+#include <algorithm>
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <sstream>
 #include <string>
+#include <vector>
 
 #include "runtime/object.h"
 
@@ -35,6 +40,9 @@ constexpr SettingInfo kSettings[] = {
     {"max_threads", 1024},
     {"max_buffer_length", std::int64_t(1) << 36},
     {"macos_major", 15},
+    {"page_bytes", 0},  // 0: the system's
+    {"seed", 0},
+    {"flush_subnormals", 0},
 };
 constexpr int kSettingCount = int(Setting::kCount);
 static_assert(sizeof kSettings / sizeof kSettings[0] == kSettingCount, "a name for each setting");
@@ -64,6 +72,17 @@ constexpr CounterInfo kCounters[] = {
 static_assert(sizeof(Counters) == sizeof(std::uint64_t) * (sizeof kCounters / sizeof kCounters[0]),
               "a name for each counter");
 
+struct CommandBufferRecord {
+  std::uint64_t fmas, threadgroups;
+};
+
+int setting_index(const std::string& name) {
+  for (int i = 0; i < kSettingCount; ++i) {
+    if (name == kSettings[i].name) return i;
+  }
+  return -1;
+}
+
 struct Control {
   std::atomic<std::int64_t> settings[kSettingCount];
   std::atomic<std::int64_t> strikes[kSettingCount];
@@ -71,19 +90,34 @@ struct Control {
   std::mutex mutex;  // of what follows
   Counters total = {};
   Counters last = {};
-  std::uint64_t most_fmas = 0;  // of a command buffer
+  std::vector<CommandBufferRecord> command_buffers;
   CompileRecord compile;
 
   Control() { reset(); }
   void reset() {
     for (int i = 0; i < kSettingCount; ++i) settings[i] = kSettings[i].initial;
+    set_from_environment();
     for (auto& each : strikes) each = 0;
     for (auto& each : events) each = 0;
     std::lock_guard<std::mutex> lock(mutex);
     total = last = {};
-    most_fmas = 0;
+    command_buffers.clear();
     compile = {};
     reset_autoreleases_without_pool();
+  }
+  // SOFTMETAL_SETTINGS="seed=3 page_bytes=16384": how the device is from the start of the process.
+  void set_from_environment() {
+    const char* given = std::getenv("SOFTMETAL_SETTINGS");
+    std::istringstream words(given == nullptr ? "" : given);
+    for (std::string word; words >> word;) {
+      std::size_t equals = word.find('=');
+      int i = setting_index(word.substr(0, equals));
+      if (i < 0 || equals == std::string::npos) {
+        std::fprintf(stderr, "SOFTMETAL_SETTINGS: '%s' is not name=number\n", word.c_str());
+        std::abort();
+      }
+      settings[i] = std::atoll(word.c_str() + equals + 1);
+    }
   }
 };
 
@@ -99,6 +133,19 @@ std::int64_t counter(const char* name, const Counters& of) {
     if (std::strcmp(name, info.name) == 0) return std::int64_t(of.*info.member);
   }
   return kUnknown;
+}
+
+// "fewest_threadgroups", "most_threadgroups", "most_fmas" of a command buffer.
+std::int64_t extreme(const std::string& name, const std::vector<CommandBufferRecord>& of) {
+  std::uint64_t fewest = of.empty() ? 0 : of.front().threadgroups, most = 0, fmas = 0;
+  for (const CommandBufferRecord& each : of) {
+    fewest = std::min(fewest, each.threadgroups);
+    most = std::max(most, each.threadgroups);
+    fmas = std::max(fmas, each.fmas);
+  }
+  if (name == "fewest_threadgroups") return std::int64_t(fewest);
+  if (name == "most_threadgroups") return std::int64_t(most);
+  return name == "most_fmas" ? std::int64_t(fmas) : kUnknown;
 }
 
 std::int64_t compile_record(const std::string& name, const CompileRecord& record) {
@@ -133,9 +180,9 @@ void record_dispatch(const Counters& of) {
   for (const CounterInfo& info : kCounters) control().total.*info.member += of.*info.member;
 }
 
-void record_command_buffer(std::uint64_t fmas) {
+void record_command_buffer(std::uint64_t fmas, std::uint64_t threadgroups) {
   std::lock_guard<std::mutex> lock(control().mutex);
-  if (fmas > control().most_fmas) control().most_fmas = fmas;
+  control().command_buffers.push_back({fmas, threadgroups});
 }
 
 }  // namespace softmetal
@@ -144,31 +191,29 @@ using softmetal::control;
 
 // Returns 0, or -1 for an unknown name.
 SOFTMETAL_EXPORT int softmetal_set(const char* name, std::int64_t value) {
-  for (int i = 0; i < softmetal::kSettingCount; ++i) {
-    if (std::strcmp(name, softmetal::kSettings[i].name) != 0) continue;
-    control().settings[i] = value;
-    control().strikes[i] = 0;
-    return 0;
-  }
-  return -1;
+  int i = softmetal::setting_index(name);
+  if (i < 0) return -1;
+  control().settings[i] = value;
+  control().strikes[i] = 0;
+  return 0;
 }
 
 // A setting; an event ("dispatches"); a counter, in total ("fmas") or of the last dispatch
-// ("last.fmas"); "most_fmas" of a command buffer; "live" objects, or of one class
+// ("last.fmas"); "most_fmas" of a command buffer and the like; "live" objects, or of one class
 // ("live.MTLBuffer"); "autoreleases_without_pool"; "compile.fast_math" and the like. -1: unknown.
 SOFTMETAL_EXPORT std::int64_t softmetal_get(const char* name) {
   std::string asked = name;
   if (asked == "live") return softmetal::live_objects("");
   if (asked.rfind("live.", 0) == 0) return softmetal::live_objects(asked.substr(5));
   if (asked == "autoreleases_without_pool") return softmetal::autoreleases_without_pool();
-  for (int i = 0; i < softmetal::kSettingCount; ++i) {
-    if (asked == softmetal::kSettings[i].name) return control().settings[i].load();
-  }
-  for (int i = 0; i < softmetal::kEventCount; ++i) {
-    if (asked == softmetal::kEvents[i]) return control().events[i].load();
+  int i = softmetal::setting_index(asked);
+  if (i >= 0) return control().settings[i].load();
+  for (int event = 0; event < softmetal::kEventCount; ++event) {
+    if (asked == softmetal::kEvents[event]) return control().events[event].load();
   }
   std::lock_guard<std::mutex> lock(control().mutex);
-  if (asked == "most_fmas") return std::int64_t(control().most_fmas);
+  std::int64_t of_buffers = softmetal::extreme(asked, control().command_buffers);
+  if (of_buffers != softmetal::kUnknown) return of_buffers;
   if (asked.rfind("compile.", 0) == 0) {
     return softmetal::compile_record(asked.substr(8), control().compile);
   }

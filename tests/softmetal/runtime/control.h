@@ -27,6 +27,10 @@ enum class Setting {
   kMaxThreads,  // maxTotalThreadsPerThreadgroup of pipelines
   kMaxBufferLength,
   kMacosMajor,
+  kPageBytes,
+  // What Metal leaves open.
+  kSeed,  // of orders and roundings; 0: the plainest
+  kFlushSubnormals,
   kCount
 };
 
@@ -59,6 +63,7 @@ void record_compile(const CompileRecord& record);
 
 // Adds a dispatch's counters to the totals, and keeps them as the last.
 void record_dispatch(const Counters& of);
-void record_command_buffer(std::uint64_t fmas);
+// Of one that was executed, in their order.
+void record_command_buffer(std::uint64_t fmas, std::uint64_t threadgroups);
 
 }  // namespace softmetal

@@ -77,7 +77,7 @@ Buffer* Device::new_buffer(std::uint64_t length, std::uint64_t) {
   std::uint64_t whole = (length + page - 1) / page * page;
   auto* bytes = static_cast<char*>(std::aligned_alloc(page, whole));
   if (bytes == nullptr) return nullptr;
-  std::memset(bytes, 0, whole);
+  std::memset(bytes, 0xff, whole);  // NaN: what nobody wrote shows
   return new Buffer(this, bytes, length, true);
 }
 

@@ -71,10 +71,7 @@ PageAccess access_from_text(std::uint64_t at, std::uint64_t end) {
 
 }  // namespace
 
-std::uint64_t page_bytes() {
-  static const auto bytes = std::uint64_t(sysconf(_SC_PAGESIZE));
-  return bytes;
-}
+std::uint64_t page_bytes() { return std::uint64_t(sysconf(_SC_PAGESIZE)); }
 
 PageAccess page_access(const void* begin, std::uint64_t length) {
   std::uint64_t at = reinterpret_cast<std::uintptr_t>(begin);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -56,6 +57,45 @@ def body_of(text: str) -> str:
 )
 def test_declarations(source: str, expected: str) -> None:
     assert expected in body_of(KERNEL % source)
+
+
+HELPERS = """
+static float low(float x) { return simd_max(x); }
+static float high(float x) { return low(x) + 1.0f; }
+static void meet() { threadgroup_barrier(mem_flags::mem_threadgroup); }
+static float plain(float x) { return x; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("if (a) high(x); else plain(x);", "if (a) {@Branch(N, false); high(x);} else plain(x);"),
+        ("if (a) { plain(x); }", "if (a) { plain(x); }"),
+        ("if (a) x = 1; else { meet(); }", "if (a) x = 1; else {@Branch(N, true); meet(); }"),
+        (
+            "for (;;) if (a) simd_sum(x);",
+            "for (;;) {@Round(N, false); if (a) {@Branch(N, false); simd_sum(x);}}",
+        ),
+        (
+            "while (simd_any(a)) { x = 1; }",
+            "while (simd_any(a)) {@Round(N, false); x = 1; }",
+        ),
+        ("do { meet(); } while (a);", "do {@Round(N, true); meet(); } while (a);"),
+        ("y = f(a && b, simd_all(c));", "y = f(a && b, simd_all(c));"),
+        ("y = simd_all(c) && a;", "y = simd_all(c) && a;"),
+    ],
+)
+def test_marks_where_threads_may_part(source: str, expected: str) -> None:
+    body = body_of(HELPERS + KERNEL % source).splitlines()
+    marked = re.sub(r" softmetal::(\w+) softmetal_\d+\(\d+,", r"@\1(N,", body[-2])
+    assert marked == expected
+    functions = [line for line in body[:-3] if "softmetal::Round" in line]
+    assert [line.split("(")[0] for line in functions] == [
+        "static float low",
+        "static float high",
+        "static void meet",
+    ]
 
 
 def test_parameters_of_functions() -> None:
@@ -129,6 +169,10 @@ def test_instantiations() -> None:
             '\ntemplate [[host_name("x")]] [[kernel]] decltype(f<1>) f<2>;',
             "should be the same",
         ),
+        (KERNEL % "y = a && simd_any(b);", "'simd_any' after '&&'"),
+        (KERNEL % "y = a ? 1 : simd_sum(b);", "'simd_sum' after '\\?'"),
+        (KERNEL % "do x = 1; while (simd_any(b));", "in `do while"),
+        (KERNEL % "switch (a) { case 1: simd_sum(b); }", "please use if"),
         ("\n#define HALF 0.5\n", "needs the suffix f"),
         ("\nvertex void v() {}", "not supported"),
         (

@@ -22,6 +22,8 @@ struct Counters {
   uint64_t simdgroup_barriers;    // once a simdgroup
 };
 
+struct DeviceShadow;  // see race.h
+
 // The bytes that a kernel argument may touch. Pointers, not integers: the optimizer then knows that
 // counting does not change them.
 struct Binding {
@@ -32,6 +34,8 @@ struct Binding {
   const char* base;      // where index 0 is
   const char* argument;  // the kernel's name for it
   const char* label;     // the debug marker, or what the memory is
+  // Who touched these bytes in this dispatch; nullptr where no argument of it may write them.
+  const DeviceShadow* shadow;
 };
 
 constexpr int kSimdWidth = 32;
@@ -44,13 +48,28 @@ struct Position {
   uint32_t x, y, z;
 };
 
+// What the language leaves open, as the device's seed chose it; all zero: the plainest.
+struct Freedom {
+  uint32_t noise;          // of functions that need not round correctly; 0: none
+  uint32_t product_order;  // of the sums in a matrix product, below kProductOrders; see matrix.h
+};
+constexpr uint32_t kProductOrders = 6;
+
 // What is the same for every thread of a dispatch.
 struct Launch {
+  Freedom freedom;
   Position threads_per_grid;
   Position threads_per_threadgroup;  // as dispatched; groups at the edge may be smaller
   Position threadgroups_per_grid;
   Binding buffers[kMaxBuffers];
   Binding threadgroup_arguments[kMaxBuffers];
+};
+
+// How a thread came to where it is, see branch.h: through what that holds simdgroup operations, and
+// through what of it that holds threadgroup barriers.
+struct Way {
+  uint32_t path, rounds;
+  uint32_t barrier_path, barrier_rounds;
 };
 
 // What a thread knows about itself; the execution engine keeps more behind it.
@@ -63,7 +82,8 @@ struct Thread {
   uint32_t lane;       // in the simdgroup
   uint32_t simdgroup;  // in the threadgroup
   uint32_t simdgroups;
-  uint64_t clock;                  // see race.h
+  uint64_t clock;  // see race.h
+  Way way;
   uint32_t operations;             // simdgroup operations so far
   alignas(16) char values[2][16];  // what it gave to the last two of them
   void* operands[4];
@@ -76,6 +96,7 @@ struct ThreadgroupState {
   uint64_t* writes;  // a stamp for each 4 bytes of memory
   uint64_t* reads;
   Thread* threads;
+  uint32_t number;  // from 1, in the dispatch
 };
 
 extern SOFTMETAL_THREAD_LOCAL Counters counters;
@@ -89,6 +110,8 @@ extern SOFTMETAL_THREAD_LOCAL ThreadgroupState group;
                                bool store) noexcept;
 [[noreturn]] void fault_race(const Binding* binding, const void* address, uint64_t other,
                              bool store, bool other_store) noexcept;
+[[noreturn]] void fault_device_race(const Binding* binding, const void* address, uint32_t other,
+                                    bool store, bool other_store) noexcept;
 
 // Memory of a `threadgroup` array that a kernel declares; the same for every thread of the group.
 const Binding* threadgroup_array_binding(int id, size_t size, size_t alignment,
@@ -113,6 +136,7 @@ struct Argument {
   const char* enabled_by;  // a function constant, or nullptr
   size_t least_bytes;      // what a binding must hold at least, 0 if that is unknown
   size_t alignment;
+  bool stores;  // the kernel may write there
 };
 
 struct FunctionConstant {

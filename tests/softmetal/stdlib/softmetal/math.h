@@ -1,8 +1,35 @@
 // Functions of the Metal shading language's math library, in its precise forms. fma and exp count.
+// exp and exp2 may be off by 4 ulp, as the language allows; the device's seed says how.
 #pragma once
 
 #include "softmetal/launch.h"
 #include "softmetal/types.h"
+
+namespace softmetal {
+
+// A float less than `most` ulp from `exact`, the value of a function at x; the same for the same x.
+// 0, 1, infinities and NaN stay: exp(0) is 1 on every device.
+inline float inexact(double exact, float x, double most) {
+  float nearest = float(exact);
+  if (nearest == 0.0f || nearest == 1.0f || !__builtin_isfinite(nearest)) return nearest;
+  uint32_t hash, bits;
+  __builtin_memcpy(&hash, &x, sizeof hash);
+  __builtin_memcpy(&bits, &nearest, sizeof bits);
+  hash = (hash ^ launch->freedom.noise) * 0x7feb352du;
+  hash = (hash ^ hash >> 15) * 0x846ca68bu;
+  hash ^= hash >> 16;
+  bits &= 0x7f800000u;
+  float power;  // of two
+  __builtin_memcpy(&power, &bits, sizeof power);
+  // Rounding adds up to half an ulp to what is added here.
+  double share = double(hash) * 0x1p-31 - 1.0;
+  float result = float(exact + share * (most - 0.5) * 0x1p-23 * double(power));
+  return __builtin_isfinite(result) ? result : nearest;
+}
+
+inline bool is_plain() { return launch->freedom.noise == 0; }
+
+}  // namespace softmetal
 
 namespace metal {
 
@@ -12,11 +39,13 @@ inline float fma(float a, float b, float c) {
 }
 inline float exp(float x) {
   softmetal::counters.exps += 1;
-  return __builtin_expf(x);
+  if (softmetal::is_plain()) return __builtin_expf(x);
+  return softmetal::inexact(__builtin_exp(double(x)), x, 4.0);
 }
 inline float exp2(float x) {
   softmetal::counters.exps += 1;
-  return __builtin_exp2f(x);
+  if (softmetal::is_plain()) return __builtin_exp2f(x);
+  return softmetal::inexact(__builtin_exp2(double(x)), x, 4.0);
 }
 
 #define SOFTMETAL_FLOAT_FUNCTION(name) \

@@ -41,8 +41,61 @@ struct WholeMatrix {
 
 inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-// operands[0] = operands[1] * operands[2] + operands[3] for all lanes, an fma chain over ascending
-// k.
+// The language does not say in which order a product's sums are taken: one row of c + a b for each
+// order that a device may have. All rows of a dispatch have the same one.
+enum ProductOrder : uint32_t {
+  kAscending,
+  kDescending,
+  kSumLast,
+  kEvenAndOdd,
+  kPairs,
+  kOneRounding
+};
+
+template <typename T>
+inline void add_row(T a, const T* b, T* row) {
+  for (int j = 0; j < kMatrixSize; ++j) row[j] = multiply_add(a, b[j], row[j]);
+}
+
+template <typename T, ProductOrder kOrder>
+inline void multiply_row(const T* a, const WholeMatrix<T>& b, T* c) {
+  constexpr int n = kMatrixSize;
+  T rows[n] = {};
+  if (kOrder == kAscending) {
+    for (int k = 0; k < n; ++k) add_row(a[k], b.at[k], c);
+  } else if (kOrder == kDescending) {
+    for (int k = n - 1; k >= 0; --k) add_row(a[k], b.at[k], c);
+  } else if (kOrder == kSumLast) {
+    for (int k = 0; k < n; ++k) add_row(a[k], b.at[k], rows);
+    for (int j = 0; j < n; ++j) c[j] = c[j] + rows[j];
+  } else if (kOrder == kEvenAndOdd) {
+    for (int k = 0; k < n; k += 2) add_row(a[k], b.at[k], c);
+    for (int k = 1; k < n; k += 2) add_row(a[k], b.at[k], rows);
+    for (int j = 0; j < n; ++j) c[j] = c[j] + rows[j];
+  } else if (kOrder == kPairs) {
+    for (int j = 0; j < n; ++j) {
+      T pairs[n / 2];
+      for (int k = 0; k < n; k += 2) {
+        pairs[k / 2] = multiply_add(a[k + 1], b.at[k + 1][j], a[k] * b.at[k][j]);
+      }
+      c[j] = c[j] + ((pairs[0] + pairs[1]) + (pairs[2] + pairs[3]));
+    }
+  } else {
+    double sums[n];
+    for (int j = 0; j < n; ++j) sums[j] = double(c[j]);
+    for (int k = 0; k < n; ++k) {
+      for (int j = 0; j < n; ++j) sums[j] = sums[j] + double(a[k]) * double(b.at[k][j]);
+    }
+    for (int j = 0; j < n; ++j) c[j] = T(sums[j]);
+  }
+}
+
+template <typename T, ProductOrder kOrder>
+inline void multiply_rows(const WholeMatrix<T>& a, const WholeMatrix<T>& b, WholeMatrix<T>& d) {
+  for (int i = 0; i < kMatrixSize; ++i) multiply_row<T, kOrder>(a.at[i], b, d.at[i]);
+}
+
+// operands[0] = operands[1] * operands[2] + operands[3] for all lanes.
 template <typename T>
 void multiply_whole(Thread* first, uint32_t mask) {
   if (mask != 0xffffffffu) fault_text("simdgroup_multiply needs all 32 lanes of a simdgroup", 0);
@@ -50,11 +103,25 @@ void multiply_whole(Thread* first, uint32_t mask) {
   a.gather(first, 1);
   b.gather(first, 2);
   d.gather(first, 3);
-  for (int i = 0; i < kMatrixSize; ++i) {
-    for (int k = 0; k < kMatrixSize; ++k) {
-      for (int j = 0; j < kMatrixSize; ++j)
-        d.at[i][j] = multiply_add(a.at[i][k], b.at[k][j], d.at[i][j]);
-    }
+  switch (launch->freedom.product_order) {
+    case kAscending:
+      multiply_rows<T, kAscending>(a, b, d);
+      break;
+    case kDescending:
+      multiply_rows<T, kDescending>(a, b, d);
+      break;
+    case kSumLast:
+      multiply_rows<T, kSumLast>(a, b, d);
+      break;
+    case kEvenAndOdd:
+      multiply_rows<T, kEvenAndOdd>(a, b, d);
+      break;
+    case kPairs:
+      multiply_rows<T, kPairs>(a, b, d);
+      break;
+    default:
+      multiply_rows<T, kOneRounding>(a, b, d);
+      break;
   }
   d.scatter(first, 0);
   counters.matrix_products += 1;

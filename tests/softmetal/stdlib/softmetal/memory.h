@@ -30,12 +30,14 @@ struct DeviceSpace {
   template <typename T>
   static T load(const Binding* binding, const T* address) {
     check_load(binding, address);
+    if (binding->shadow != nullptr) check_device_load<sizeof(T)>(binding, address);
     counters.device_bytes_loaded += sizeof(T);
     return *address;
   }
   template <typename T>
   static void store(const Binding* binding, T* address, T value) {
     check_store(binding, address);
+    check_device_store<sizeof(T)>(binding, address);
     counters.device_bytes_stored += sizeof(T);
     *address = value;
   }

@@ -5,6 +5,9 @@
 // simdgroup, a simdgroup barrier. Reads by several threads merge: into "some thread of simdgroup s"
 // (kOfSimdgroup + s) or "threads of several simdgroups" (kOfMany). Threads of one threadgroup share
 // one CPU thread, so nothing here is atomic.
+//
+// And on device memory: what one threadgroup writes, no other touches in the same dispatch. Each 2
+// bytes that an argument of the dispatch may write remember the threadgroups that did.
 #pragma once
 
 #include "softmetal/launch.h"
@@ -74,6 +77,48 @@ inline __attribute__((always_inline)) void check_threadgroup_store(const Binding
       fault_race(binding, address, read, true, false);
     }
     group.writes[word] = clock;
+  }
+}
+
+struct DeviceMarks {
+  uint32_t writer;  // the number of a threadgroup, 0: nobody
+  uint32_t reader;  // likewise, or kOfManyGroups
+};
+constexpr uint32_t kOfManyGroups = 0xffffffffu;
+constexpr size_t kBytesAMark = 2;
+
+struct DeviceShadow {
+  const char* begin;  // of the memory
+  DeviceMarks* marks;
+  DeviceMarks* at(const void* address) const {
+    return marks + size_t((const char*)address - begin) / kBytesAMark;
+  }
+};
+
+template <size_t kSize>
+inline void check_device_load(const Binding* binding, const void* address) {
+  DeviceMarks* mark = binding->shadow->at(address);
+  uint32_t self = group.number;
+  for (DeviceMarks* end = mark + (kSize + 1) / kBytesAMark; mark < end; ++mark) {
+    if (__builtin_expect(mark->writer != 0 && mark->writer != self, 0)) {
+      fault_device_race(binding, address, mark->writer, false, true);
+    }
+    mark->reader = mark->reader == 0 || mark->reader == self ? self : kOfManyGroups;
+  }
+}
+
+template <size_t kSize>
+inline void check_device_store(const Binding* binding, const void* address) {
+  DeviceMarks* mark = binding->shadow->at(address);
+  uint32_t self = group.number;
+  for (DeviceMarks* end = mark + (kSize + 1) / kBytesAMark; mark < end; ++mark) {
+    if (__builtin_expect(mark->writer != 0 && mark->writer != self, 0)) {
+      fault_device_race(binding, address, mark->writer, true, true);
+    }
+    if (__builtin_expect(mark->reader != 0 && mark->reader != self, 0)) {
+      fault_device_race(binding, address, mark->reader, true, false);
+    }
+    mark->writer = self;
   }
 }
 
