@@ -12,7 +12,14 @@ namespace {
 
 // Metal's watchdog ends a command buffer after seconds, sooner where the GPU draws a display. One
 // thread a row reaches a few percent of a GPU's peak: at 10 GFMA/s this many take 0.4 s.
-constexpr double kMaxFmasPerCommandBuffer = 4e9;
+constexpr double kRowFmas = 4e9;
+// The tiles of the fused kernels reach some 0.33 TFMA/s on the smallest of Apple's GPUs: 0.3 s. The
+// command buffers of a call run one after another, so each must fill the GPU: one of 40 cores runs
+// 80 threadgroups and more at once, and is idle in the end while the last of them run. Where tiles
+// are large, many of them matter more than the time, up to a second of that smallest GPU.
+constexpr double kTileFmas = 1e11;
+constexpr double kMostTileFmas = 3e11;
+constexpr double kEnoughTiles = 2048;
 // One runs while the next waits: more would only have to be waited for when the call is
 // interrupted.
 constexpr std::size_t kMostInFlight = 2;
@@ -20,6 +27,15 @@ constexpr std::size_t kMostInFlight = 2;
 constexpr double kMaxCountPerDispatch = 1u << 31;
 // What a threadgroup should be; a pipeline may allow less, and drops what is more.
 constexpr NS::UInteger kThreadsPerThreadgroup = 256;
+
+// How many rows or tiles of a kernel a command buffer of its own holds.
+Int64 fit(const Kernel& kernel) {
+  const double each = std::max(1.0, kernel.fmas_each);
+  const double fmas = kernel.threadgroup_threads == 0
+                          ? kRowFmas
+                          : std::clamp(kEnoughTiles * each, kTileFmas, kMostTileFmas);
+  return static_cast<Int64>(std::clamp(fmas / each, 1.0, kMaxCountPerDispatch));
+}
 
 }  // namespace
 
@@ -29,17 +45,17 @@ CommandStream::CommandStream(std::shared_ptr<Context> context, const Buffers& bu
 
 void CommandStream::run(const Kernel& kernel) {
   const auto pipeline = context_->pipelines().get(kernel.name, kernel.switches);
-  const double cost = std::max(1.0, kernel.fmas_each);
+  const Int64 most = fit(kernel);
   for (Int64 begin = 0; begin < kernel.count;) {
-    const double fit = (kMaxFmasPerCommandBuffer - fmas_) / cost;
-    if (fit < 1 && commands_) {
-      commit();
-      continue;
-    }
-    const auto count = static_cast<Int64>(std::clamp(fit, 1.0, kMaxCountPerDispatch));
-    const AttnSpan span = {begin, begin + std::min(count, kernel.count - begin)};
+    // Pieces of one size: a small one at the end would leave most of a GPU idle.
+    const Int64 left = kernel.count - begin;
+    const Int64 pieces = (left + most - 1) / most;
+    const Int64 count = (left + pieces - 1) / pieces;
+    const double share = static_cast<double>(count) / static_cast<double>(most);
+    if (commands_ && used_ + share > 1) commit();
+    const AttnSpan span = {begin, begin + count};
     encode(kernel, *pipeline.get(), span);
-    fmas_ += static_cast<double>(span.end - span.begin) * cost;
+    used_ += share;
     begin = span.end;
   }
 }
@@ -81,7 +97,7 @@ void CommandStream::commit() {
   commands_->commit();
   committed_.push_back(commands_);
   commands_.reset();
-  fmas_ = 0;
+  used_ = 0;
 }
 
 void CommandStream::wait() {

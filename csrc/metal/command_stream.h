@@ -38,7 +38,7 @@ class CommandStream {
   const AttnParams& params_;
   NS::SharedPtr<MTL::CommandBuffer> commands_;  // null when nothing is encoded
   std::vector<NS::SharedPtr<MTL::CommandBuffer>> committed_;
-  double fmas_ = 0;  // in commands_
+  double used_ = 0;  // the share of commands_ that is taken
 };
 
 }  // namespace forge::metal

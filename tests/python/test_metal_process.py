@@ -281,3 +281,36 @@ def test_a_process_without_a_device_says_so_and_computes_on_the_cpu(software):
     else:
         sys.exit(3)
     """, PYTHONPATH=str(Path(__file__).parent))  # fmt: skip
+
+
+def unseen(rng, T, Hkv, hd):
+    """Much work by its sizes, and none in truth: no query sees a key."""
+    row = rng.standard_normal((1, 1, 1, hd)).astype(np.float32)
+    q, k = (np.broadcast_to(row, (1, T, heads, hd)) for heads in (4 * Hkv, Hkv))
+    return q, k, {"key_end": 0, "backend": "metal", "kernel": "fused"}
+
+
+SLOTS = 80  # threadgroups that run at once on 40 cores
+
+
+@pytest.mark.parametrize(("T", "Hkv"), [(8192, 4), (32768, 1)])
+def test_a_command_buffer_of_a_fused_pass_fills_a_gpu_of_40_cores(software, rng, T, Hkv):
+    q, k, options = unseen(rng, T, Hkv, 128)
+    _, saved = forge.attention_forward(q, k, k, **options)
+    tiles = Hkv * 4 * T // 32
+    fwd = 32.0 * T * 2 * 128 * tiles
+    assert fwd / 3.1e11 <= software.get("command_buffers") <= fwd / 1e11 + 1
+    assert software.get("fewest_threadgroups") >= SLOTS
+    assert software.get("threadgroups") == tiles
+    software.reset()
+    forge.attention_backward(q, saved)
+    backward = fwd * 7 / 2
+    assert backward / 3.1e11 <= software.get("command_buffers") <= backward / 1e11 + 4
+    assert software.get("fewest_threadgroups") >= SLOTS
+
+
+def test_a_fused_pass_is_cut_into_equal_pieces(software, rng):
+    q, k, options = unseen(rng, 8192, 4, 128)
+    forge.attention_forward(q, k, k, **options)
+    assert software.get("command_buffers") == 2
+    assert software.get("fewest_threadgroups") == software.get("most_threadgroups") == 2048
