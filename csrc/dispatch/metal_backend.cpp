@@ -28,7 +28,7 @@ class MetalBackend final : public Backend {
                          std::to_string(problem.params.hd)};
     }
     if (problem.family == Family::kFused) {
-      const std::string reason = metal::fused_unavailable_reason();
+      const std::string reason = metal::fused_unavailable_reason(problem);
       return {reason.empty(), reason};
     }
     return {true, ""};

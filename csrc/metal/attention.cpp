@@ -97,10 +97,15 @@ std::string unavailable_reason() {
   }
 }
 
-std::string fused_unavailable_reason() {
+std::string fused_unavailable_reason(const Problem& problem) {
   const AutoreleasePool pool;
   try {
-    Context::current()->pipelines().get("attention_fused_fwd_hd64", {});
+    const std::shared_ptr<Context> context = Context::current();
+    if (context->runs_fused) return "";
+    const AttnParams params = params_as<float>(problem);
+    const Kernel kernel = fused::is_decode(params) ? fused::decode(params) : fused::fwd(params);
+    context->pipelines().get(kernel.name, kernel.switches);
+    context->runs_fused = true;
     return "";
   } catch (const std::exception& error) {
     return error.what();

@@ -12,9 +12,9 @@ namespace forge::metal {
 
 // Empty when Metal serves this process; else why it does not. The first call makes the context.
 std::string unavailable_reason();
-// Likewise for the fused kernels: a device may have Metal and no simdgroup matrices. One is
-// compiled.
-std::string fused_unavailable_reason();
+// Likewise for the fused kernels: a device may have Metal and no simdgroup matrices. Until one has
+// been compiled, the problem's forward is.
+std::string fused_unavailable_reason(const Problem& problem);
 
 // What a call ran on and what became of its arrays: "wrapped", or "copied: <reason>".
 struct Ran {

@@ -1,20 +1,13 @@
 #include "metal/context.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 
 #include <atomic>
-#include <filesystem>
 #include <mutex>
 #include <stdexcept>
-#include <system_error>
-
-#include "metal/shader_source.h"
 
 namespace forge::metal {
 namespace {
-
-using LibraryPtr = NS::SharedPtr<MTL::Library>;
 
 // Never destroyed: at exit other threads may still be in a call.
 struct Process {
@@ -36,57 +29,6 @@ std::atomic<bool> forked{false};
 [[maybe_unused]] const int registered =
     pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
 
-NS::String* string_of(const std::string& text) {
-  return NS::String::string(text.c_str(), NS::UTF8StringEncoding);
-}
-
-// forge.metallib lies beside the module.
-std::filesystem::path metallib_path() {
-  Dl_info info{};
-  if (dladdr(reinterpret_cast<const void*>(&metallib_path), &info) == 0 || !info.dli_fname) {
-    return {};
-  }
-  return std::filesystem::path(info.dli_fname).parent_path() / "forge.metallib";
-}
-
-LibraryPtr library_from_source(MTL::Device& device) {
-  const auto options = NS::TransferPtr(MTL::CompileOptions::alloc()->init());
-  options->setLanguageVersion(static_cast<MTL::LanguageVersion>(kShaderLanguageVersion));
-  // Fast math is the default, and breaks NaN, infinities and the shared exp. The second way to say
-  // so is macOS 15's.
-  options->setFastMathEnabled(false);
-  if (NS::ProcessInfo::processInfo()->isOperatingSystemAtLeastVersion({15, 0, 0})) {
-    options->setMathMode(MTL::MathModeSafe);
-    options->setMathFloatingPointFunctions(MTL::MathFloatingPointFunctionsPrecise);
-  }
-  NS::Error* error = nullptr;
-  auto library = NS::TransferPtr(device.newLibrary(
-      NS::String::string(kShaderSource, NS::UTF8StringEncoding), options.get(), &error));
-  if (!library) {
-    throw std::runtime_error("the shaders do not compile: " + text_of(error, "no reason given"));
-  }
-  return library;
-}
-
-// The metallib where there is one that loads, else the embedded source.
-LibraryPtr load_library(MTL::Device& device, std::string& origin) {
-  const std::filesystem::path path = metallib_path();
-  std::error_code ignored;
-  if (path.empty() || !std::filesystem::exists(path, ignored)) {
-    origin = "source: no metallib was built";
-    return library_from_source(device);
-  }
-  NS::Error* error = nullptr;
-  auto library = NS::TransferPtr(
-      device.newLibrary(NS::URL::fileURLWithPath(string_of(path.string())), &error));
-  if (library) {
-    origin = "metallib";
-    return library;
-  }
-  origin = "source: the metallib does not load: " + text_of(error, "no reason given");
-  return library_from_source(device);
-}
-
 }  // namespace
 
 std::string text_of(const NS::Error* error, const char* otherwise) {
@@ -104,7 +46,7 @@ Context::Context() : device_(NS::TransferPtr(MTL::CreateSystemDefaultDevice())) 
   queue_ = NS::TransferPtr(device_->newCommandQueue());
   if (!queue_) throw std::runtime_error("the Metal device gives no command queue");
   if (device_->name() != nullptr) device_name_ = device_->name()->utf8String();
-  pipelines_.use(device_, load_library(*device_.get(), library_origin_));
+  pipelines_.use(device_, std::make_unique<ShaderLibrary>(device_));
 }
 
 std::shared_ptr<Context> Context::current() {

@@ -1,9 +1,10 @@
-// The process's Metal device with its queue and library: made on first use, made anew after the
+// The process's Metal device with its queue and kernels: made on first use, made anew after the
 // device was lost.
 #pragma once
 
 #include <Foundation/Foundation.hpp>
 #include <Metal/Metal.hpp>
+#include <atomic>
 #include <memory>
 #include <string>
 
@@ -38,7 +39,10 @@ class Context {
   Pipelines& pipelines() { return pipelines_; }
   const std::string& device_name() const { return device_name_; }
   // "metallib", or "source" with the reason why.
-  const std::string& library_origin() const { return library_origin_; }
+  const std::string& library_origin() const { return pipelines_.origin(); }
+
+  // Whether a fused kernel has been compiled for this device.
+  std::atomic<bool> runs_fused{false};
 
  private:
   Context();
@@ -46,7 +50,6 @@ class Context {
   NS::SharedPtr<MTL::Device> device_;
   NS::SharedPtr<MTL::CommandQueue> queue_;
   std::string device_name_;
-  std::string library_origin_;
   Pipelines pipelines_;
 };
 

@@ -12,7 +12,7 @@ namespace {
 
 std::string unavailable_reason() { return "this build of forge has no Metal backend"; }
 
-std::string fused_unavailable_reason() { return unavailable_reason(); }
+std::string fused_unavailable_reason(const Problem&) { return unavailable_reason(); }
 
 Ran attention_fwd(const Problem&, const ForwardArrays<float>&, const OwnedMemory&) { refuse(); }
 Ran attention_bwd(const Problem&, const BackwardArrays<float>&, bool, const OwnedMemory&) {

@@ -7,7 +7,7 @@
 
 namespace forge::metal {
 
-void Pipelines::use(NS::SharedPtr<MTL::Device> device, NS::SharedPtr<MTL::Library> library) {
+void Pipelines::use(NS::SharedPtr<MTL::Device> device, std::unique_ptr<ShaderLibrary> library) {
   device_ = std::move(device);
   library_ = std::move(library);
 }
@@ -30,7 +30,7 @@ Pipelines::PipelinePtr Pipelines::make(const std::string& kernel, const Switches
   });
   const std::string what = "the Metal kernel " + kernel + " does not compile: ";
   NS::Error* error = nullptr;
-  const auto function = NS::TransferPtr(library_->newFunction(
+  const auto function = NS::TransferPtr(library_->with(kernel).newFunction(
       NS::String::string(kernel.c_str(), NS::UTF8StringEncoding), values.get(), &error));
   if (!function) throw std::runtime_error(what + text_of(error, "no such function"));
   auto pipeline = NS::TransferPtr(device_->newComputePipelineState(function.get(), &error));

@@ -3,9 +3,11 @@
 
 #include <Metal/Metal.hpp>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 
+#include "metal/shader_library.h"
 #include "shared/function_constants.h"
 
 namespace forge::metal {
@@ -33,7 +35,8 @@ class Pipelines {
  public:
   using PipelinePtr = NS::SharedPtr<MTL::ComputePipelineState>;
 
-  void use(NS::SharedPtr<MTL::Device> device, NS::SharedPtr<MTL::Library> library);
+  void use(NS::SharedPtr<MTL::Device> device, std::unique_ptr<ShaderLibrary> library);
+  const std::string& origin() const { return library_->origin(); }
 
   // Thread-safe. Throws std::runtime_error with Metal's text where the kernel does not compile.
   PipelinePtr get(const std::string& kernel, const Switches& switches);
@@ -42,7 +45,7 @@ class Pipelines {
   PipelinePtr make(const std::string& kernel, const Switches& switches) const;
 
   NS::SharedPtr<MTL::Device> device_;
-  NS::SharedPtr<MTL::Library> library_;
+  std::unique_ptr<ShaderLibrary> library_;
   std::mutex mutex_;
   std::map<std::string, PipelinePtr> made_;
 };

@@ -265,6 +265,29 @@ def test_without_a_metallib_the_source_is_compiled(software, tmp_path):
     assert run_script(ONE_CALL, PYTHONPATH=path).stdout == "source: no metallib was built\n"
 
 
+def test_only_the_pass_of_a_call_is_compiled(software, rng):
+    def compiled():
+        return tuple(software.get(name) for name in ("source_libraries", "source_templates"))
+
+    def forward(hd, **options):
+        q, k, v, dout = random_inputs(rng, Tq=20, hd=hd)
+        return dout, forge.attention_forward(q, k, v, backend="metal", **options)[1]
+
+    software.lose_device()
+    assert forge.backends()["metal"]["ok"]
+    assert compiled() == (0, 0)
+    assert software.get("pipelines") == 0
+    step = forward(64)
+    assert compiled() == (1, 1)
+    forge.attention_backward(*step)
+    assert compiled() == (2, 3)  # dq, dk and dv in one text
+    forward(60, causal=True)
+    forward(64, kernel="materialized")
+    assert compiled() == (2, 3)
+    forward(128)
+    assert compiled() == (3, 4)
+
+
 def test_a_process_without_a_device_says_so_and_computes_on_the_cpu(software):
     run_script("""
     import softmetal

@@ -37,6 +37,8 @@ DATA_TYPES = {  # MTLDataType
     "long": 81, "ulong": 85, "Int32": 29, "Int64": 81,
 }  # fmt: skip
 
+INSTANTIATION = b'template [[host_name("'
+
 PROLOGUE = """\
 // Written by translate.py.
 #define __METAL_VERSION__ 310
@@ -165,7 +167,7 @@ def kernel_entry(program: msl.Program, kernel: msl.Kernel, host: str, function: 
     return (
         f'    {{"{host}", softmetal::run_kernel<decltype({function}), {function}, sources_{n}>, '
         f"arguments_{n}, {len(kernel.parameters)}, constants_{n}, {constants}, "
-        f"{max_threads_of(kernel, function)}}},"
+        f"{max_threads_of(kernel, function)}, {str(bool(kernel.template)).lower()}}},"
     )
 
 
@@ -205,6 +207,12 @@ def entry_points(program: msl.Program) -> list[tuple[msl.Kernel, str, str]]:
     return found
 
 
+def stem_of(text: bytes) -> bytes:
+    """The text with empty lines where a line makes a kernel of a template."""
+    lines = text.split(b"\n")
+    return b"\n".join(b"" if line.startswith(INSTANTIATION) else line for line in lines)
+
+
 def constant_entry(constant: msl.FunctionConstant) -> str:
     if constant.type.split("::")[-1] not in DATA_TYPES:
         raise msl.fail(constant.at, f"a function constant of type {constant.type}")
@@ -235,7 +243,8 @@ def translate(text: bytes, name: str) -> str:
         "};",
         "}  // namespace",
         f"const softmetal::Program softmetal::program = {{0x{msl.text_hash(text):016x}u, "
-        f"{len(text)}u, kernel_table, {len(kernels)}, constant_table, {len(constants)}}};",
+        f"0x{msl.text_hash(stem_of(text)):016x}u, kernel_table, {len(kernels)}, "
+        f"constant_table, {len(constants)}}};",
     ]
     return PROLOGUE.format(name=name) + body + "\n" + "\n".join(epilogue) + "\n"
 

@@ -48,8 +48,8 @@ constexpr int kSettingCount = int(Setting::kCount);
 static_assert(sizeof kSettings / sizeof kSettings[0] == kSettingCount, "a name for each setting");
 
 constexpr const char* kEvents[] = {
-    "dispatches",      "command_buffers",  "threads",   "threadgroups", "misuses",
-    "no_copy_buffers", "source_libraries", "metallibs", "pipelines",
+    "dispatches",      "command_buffers",  "threads",          "threadgroups", "misuses",
+    "no_copy_buffers", "source_libraries", "source_templates", "metallibs",    "pipelines",
 };
 constexpr int kEventCount = int(Event::kCount);
 static_assert(sizeof kEvents / sizeof kEvents[0] == kEventCount, "a name for each event");

@@ -46,6 +46,7 @@ enum class Event {
   kMisuses,  // uses of the interface that real Metal forbids
   kNoCopyBuffers,
   kSourceLibraries,
+  kSourceTemplates,  // kernels made of templates in them
   kMetallibs,
   kPipelines,
   kCount

@@ -36,6 +36,26 @@ const Kernel* find_kernel(const std::string& name) {
   return nullptr;
 }
 
+// A text that the device was built from, or a part of it: lines that make kernels of templates may
+// be missing.
+struct SourceText {
+  std::string stem;  // with empty lines in the place of those lines
+  std::unique_ptr<std::set<std::string>> made = std::make_unique<std::set<std::string>>();
+
+  explicit SourceText(const std::string& text) {
+    const std::string begin = "template [[host_name(\"";
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line); stem += '\n') {
+      if (line.rfind(begin, 0) != 0) {
+        stem += line;
+      } else {
+        made->insert(line.substr(begin.size(), line.find('"', begin.size()) - begin.size()));
+      }
+    }
+    if (!stem.empty() && (text.empty() || text.back() != '\n')) stem.pop_back();
+  }
+};
+
 bool reads(const Kernel& kernel, const FunctionConstant& constant) {
   for (int i = 0; i < kernel.constant_count; ++i) {
     if (std::strcmp(kernel.constants[i], constant.name) == 0) return true;
@@ -109,8 +129,14 @@ ClassObject& Library::class_of() {
   return of;
 }
 
+const Kernel* Library::find(const std::string& name) const {
+  const Kernel* kernel = find_kernel(name);
+  bool missing = kernel != nullptr && kernel->instantiated && made_ && made_->count(name) == 0;
+  return missing ? nullptr : kernel;
+}
+
 Function* Library::function(String* name) {
-  const Kernel* kernel = find_kernel(name->text());
+  const Kernel* kernel = find(name->text());
   if (fault_strikes(Setting::kBadFunction) || kernel == nullptr) return nullptr;
   ConstantSet none;
   none.values.resize(std::size_t(program.constant_count));
@@ -119,7 +145,7 @@ Function* Library::function(String* name) {
 }
 
 Function* Library::specialized(String* name, ConstantValues* values, Error** error) {
-  const Kernel* kernel = find_kernel(name->text());
+  const Kernel* kernel = find(name->text());
   if (fault_strikes(Setting::kBadFunction) || kernel == nullptr) {
     store_error(error, library_error_domain(), kLibraryFunctionNotFound,
                 "Function " + name->text() + " was not found in the library");
@@ -151,6 +177,7 @@ Function* Library::specialized(String* name, ConstantValues* values, Error** err
 Array* Library::function_names() {
   std::vector<Ref<Object>> names;
   for (int i = 0; i < program.kernel_count; ++i) {
+    if (find(program.kernels[i].name) == nullptr) continue;
     names.push_back(adopted<Object>(new String(program.kernels[i].name)));
   }
   return autoreleased(new Array(std::move(names)));
@@ -204,18 +231,23 @@ Library* Device::new_library_source(String* source, CompileOptions* options, Err
     record.math_functions = options->math_functions();
   }
   record_compile(record);
-  bool known = source->text().size() == program.text_length &&
-               text_hash(source->text()) == program.text_hash;
+  SourceText text(source->text());
+  bool known = text_hash(text.stem) == program.stem_hash;
+  for (const std::string& name : *text.made) {
+    const Kernel* kernel = find_kernel(name);
+    known = known && kernel != nullptr && kernel->instantiated;
+  }
   if (fault_strikes(Setting::kBadSource) || !known) {
     store_error(error, library_error_domain(), kLibraryCompileFailure,
                 "program_source:1:1: error: this is not the text that the software device was "
                 "built from (hash " +
-                    hexadecimal(text_hash(source->text())) + ", expected " +
-                    hexadecimal(program.text_hash) + ")");
+                    hexadecimal(text_hash(text.stem)) + ", expected " +
+                    hexadecimal(program.stem_hash) + ")");
     return nullptr;
   }
   count(Event::kSourceLibraries);
-  return new Library(this);
+  count(Event::kSourceTemplates, std::int64_t(text.made->size()));
+  return new Library(this, std::move(text.made));
 }
 
 Library* Device::load_metallib(const std::string& path, Error** error) {
@@ -233,7 +265,7 @@ Library* Device::load_metallib(const std::string& path, Error** error) {
     return nullptr;
   }
   count(Event::kMetallibs);
-  return new Library(this);
+  return new Library(this, nullptr);
 }
 
 Library* Device::new_library_url(Url* url, Error** error) {

@@ -3,6 +3,8 @@
 
 #include <array>
 #include <map>
+#include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -40,7 +42,9 @@ struct ConstantSet {
 
 class Library : public Object {
  public:
-  explicit Library(Device* device) : Object(class_of()), device_(device) {}
+  // `made`: the kernels of templates that it has; nullptr: all.
+  Library(Device* device, std::unique_ptr<std::set<std::string>> made)
+      : Object(class_of()), device_(device), made_(std::move(made)) {}
   static ClassObject& class_of();
   class Function* function(String* name);
   class Function* specialized(String* name, ConstantValues* values, Error** error);
@@ -48,7 +52,10 @@ class Library : public Object {
   Device* device() const { return device_.get(); }
 
  private:
+  const Kernel* find(const std::string& name) const;
+
   Ref<Device> device_;
+  std::unique_ptr<std::set<std::string>> made_;
 };
 
 class Function : public Object {

@@ -196,8 +196,8 @@ def test_thread_limits() -> None:
     )
     result = translate.translate(text.encode(), "t.metal")
     assert "template <int N> constexpr int max_threads_of_f = N * 2;" in result
-    assert "constants_1, 0, max_threads_of_f<8>}," in result
-    assert "constants_0, 0, 64}," in result
+    assert "constants_1, 0, max_threads_of_f<8>, true}," in result
+    assert "constants_0, 0, 64, false}," in result
 
 
 def test_errors_follow_line_marks() -> None:

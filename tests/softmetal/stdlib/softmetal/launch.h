@@ -153,12 +153,13 @@ struct Kernel {
   int argument_count;
   const char* const* constants;  // names of the function constants that it reads
   int constant_count;
-  int max_threads;  // of a threadgroup, as the kernel declares it; 0: not declared
+  int max_threads;    // of a threadgroup, as the kernel declares it; 0: not declared
+  bool instantiated;  // by a line of its own, which a text may leave out
 };
 
 struct Program {
   uint64_t text_hash;
-  uint64_t text_length;
+  uint64_t stem_hash;  // of the text without what lines of instantiations say
   const Kernel* kernels;
   int kernel_count;
   const FunctionConstant* constants;
