@@ -1,6 +1,7 @@
 // Copies between rows in the arrays' own strides and the layouts that the kernels read.
 #pragma once
 
+#include "cpu/key_tiles.h"
 #include "cpu/stored.h"
 
 namespace forge::cpu::FORGE_TARGET {
@@ -40,7 +41,8 @@ FORGE_INLINE void rows_to_lanes(const Stored* const (&rows)[kLanes], Int64 n, Re
   }
 }
 
-// The way back, each row times its lane of `factor`; `zeroed` lanes give zeros whatever they hold.
+// The way back, each row finished with its lane of `factor`; `zeroed` lanes give zeros whatever
+// they hold.
 template <typename Stored>
 FORGE_INLINE void lanes_to_rows(const Real* lanes, Int64 stride, Int64 n, Vec factor, IntVec zeroed,
                                 Stored* const (&rows)[kLanes]) {
@@ -48,7 +50,7 @@ FORGE_INLINE void lanes_to_rows(const Real* lanes, Int64 stride, Int64 n, Vec fa
     Vec block[kLanes];
     FORGE_UNROLL
     for (int i = 0; i < kLanes; ++i) {
-      block[i] = select(zeroed, Vec{}, load(lanes + (d + i) * stride) * factor);
+      block[i] = select(zeroed, Vec{}, finished_sum(load(lanes + (d + i) * stride), factor));
     }
     transpose(block);
     FORGE_UNROLL

@@ -1,6 +1,7 @@
 // The scores. Forward, decode and every backward sweep get s_ij from here, which is why it is the
-// same float in all of them: one fma chain over d, ascending, from zero; then the score map. Edges
-// and tails change how many chains run side by side, never a chain.
+// same float in all of them: fma chains over kChainChannels of d each, ascending, from zero, added
+// up in their order; then the score map. Edges and tails change how many chains run side by side,
+// never a chain.
 #pragma once
 
 #include "cpu/simd_math.h"
@@ -11,18 +12,20 @@ namespace {
 // One step of a chain.
 FORGE_INLINE Vec chain_step(Vec row, Vec lane, Vec sum) { return fma(row, lane, sum); }
 
-// acc[r][c] = chain over d of row(r)[d] * lanes[d][c * kLanes ...]: Rows rows against Vecs vectors
-// of a panel that holds its vectors d by d, `lane_stride` elements apart. Which side is the query
-// is the caller's choice; the product of two floats does not mind.
+// Channels of a chain: a longer one would gather more error than scores may have. The chains of a
+// larger head size are added up in their order.
+constexpr Int64 kChainChannels = 64;
+
+// acc[r][c] = a chain over channels [at.begin, at.end).
 template <int Rows, int Vecs, typename RowAt>
-FORGE_INLINE void dot_chains(const RowAt& row_at, const Real* lanes, Int64 lane_stride, Int64 hd,
-                             Vec (&acc)[Rows][Vecs]) {
+FORGE_INLINE void one_chain(const RowAt& row_at, const Real* lanes, Int64 lane_stride,
+                            IndexRange at, Vec (&acc)[Rows][Vecs]) {
   FORGE_UNROLL
   for (int r = 0; r < Rows; ++r) {
     FORGE_UNROLL
     for (int c = 0; c < Vecs; ++c) acc[r][c] = Vec{};
   }
-  for (Int64 d = 0; d < hd; ++d) {
+  for (Int64 d = at.begin; d < at.end; ++d) {
     Vec lane[Vecs];
     FORGE_UNROLL
     for (int c = 0; c < Vecs; ++c) lane[c] = load(lanes + d * lane_stride + c * kLanes);
@@ -32,6 +35,30 @@ FORGE_INLINE void dot_chains(const RowAt& row_at, const Real* lanes, Int64 lane_
       FORGE_UNROLL
       for (int c = 0; c < Vecs; ++c) acc[r][c] = chain_step(row, lane[c], acc[r][c]);
     }
+  }
+}
+
+// acc[r][c] = chains over d of row(r)[d] * lanes[d][c * kLanes ...]: Rows rows against Vecs vectors
+// of a panel that holds its vectors d by d, `lane_stride` elements apart. Which side is the query
+// is the caller's choice; the product of two floats does not mind.
+template <int Rows, int Vecs, typename RowAt>
+FORGE_INLINE void dot_chains(const RowAt& row_at, const Real* lanes, Int64 lane_stride, Int64 hd,
+                             Vec (&acc)[Rows][Vecs]) {
+  // Of the chains so far. Not vectors: their alignment would cost the loops below a register.
+  Real before[Rows * Vecs * kLanes];
+  for (Int64 begin = 0;; begin += kChainChannels) {
+    const Int64 end = smaller(hd, begin + kChainChannels);
+    one_chain(row_at, lanes, lane_stride, {begin, end}, acc);
+    FORGE_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+      FORGE_UNROLL
+      for (int c = 0; c < Vecs; ++c) {
+        Real* sum = before + (r * Vecs + c) * kLanes;
+        if (begin > 0) acc[r][c] = load(sum) + acc[r][c];
+        if (end < hd) store(sum, acc[r][c]);
+      }
+    }
+    if (end == hd) return;
   }
 }
 

@@ -160,14 +160,21 @@ FORGE_INLINE Vec swap_lanes(Vec x) {
 #undef FORGE_SWAPPED
 }
 
-template <int distance = kLanes / 2>
-FORGE_INLINE Real sum_of_lanes(Vec x) {
-  const Vec sum = x + swap_lanes<distance>(x);
-  if constexpr (distance > 1) {
-    return sum_of_lanes<distance / 2>(sum);
-  } else {
-    return sum[0];
-  }
+// Four lanes, and a vector's added to them, four by four in ascending order.
+typedef Real FourLanes __attribute__((vector_size(16)));
+
+FORGE_INLINE FourLanes add_quads(FourLanes sum, Vec x) {
+#if defined(__AVX512F__)
+  sum = sum + __builtin_shufflevector(x, x, 0, 1, 2, 3);
+  sum = sum + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+  sum = sum + __builtin_shufflevector(x, x, 8, 9, 10, 11);
+  return sum + __builtin_shufflevector(x, x, 12, 13, 14, 15);
+#elif defined(__AVX2__)
+  sum = sum + __builtin_shufflevector(x, x, 0, 1, 2, 3);
+  return sum + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+#else
+  return sum + x;
+#endif
 }
 
 template <int distance = kLanes / 2>

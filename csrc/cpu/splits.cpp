@@ -2,39 +2,70 @@
 
 #include <algorithm>
 
-#include "core/thread_pool.h"
-
 namespace forge::cpu {
 
-IndexRange keys_of_split(const Forward& forward, const AttnBand& band, Int64 splits, Int64 split) {
-  const IndexRange keys = {visible_keys(band, 0).begin,
-                           visible_keys(band, forward.call.params.Tq - 1).end};
-  const Int64 count = std::max<Int64>(0, keys.end - keys.begin), part = ceil_div(count, splits);
-  return {keys.begin + std::min(count, split * part),
-          keys.begin + std::min(count, (split + 1) * part)};
+IndexRange Forward::tiles(Int64 b) const {
+  const AttnParams& params = call.params;
+  const AttnBand seen = band(b);
+  const IndexRange keys = {visible_keys(seen, 0).begin, visible_keys(seen, params.Tq - 1).end};
+  const Int64 step = kernels.forward.tile_keys(params.hd);
+  return is_empty(keys) ? nothing() : IndexRange{keys.begin / step, ceil_div(keys.end, step)};
 }
 
-Int64 split_count(const Forward& forward, Int64 tasks, Int64 floats, Int64 least_keys) {
-  const Int64 most = std::min(kMostPartialFloats / floats, forward.call.params.Tk / least_keys);
-  return std::max<Int64>(1, std::min(ceil_div(kWantedSplits, tasks), most));
+SplitPlan plan_splits(const Forward& forward, Int64 tasks, Int64 shares, Int64 least_tiles) {
+  const AttnParams& params = forward.call.params;
+  SplitPlan plan;
+  plan.floats = params.Hkv * forward.rows * forward.row_floats();
+  const Int64 room = std::max<Int64>(2, kMostPartFloats / plan.floats);  // totals and parts
+  plan.sequences = std::min(params.B, room / 2);
+  plan.tiles = ceil_div(params.Tk, forward.kernels.forward.tile_keys(params.hd));
+  plan.splits = std::clamp<Int64>(ceil_div(tasks, plan.sequences * shares), 1,
+                                  std::max<Int64>(1, plan.tiles / least_tiles));
+  if (plan.splits == 1) return plan;
+  // Rounds of equal length.
+  const Int64 most = std::max<Int64>(1, room / plan.sequences - 1);
+  plan.tiles = ceil_div(plan.tiles, ceil_div(plan.tiles, most));
+  plan.splits = std::max<Int64>(2, std::min(plan.splits, plan.tiles));
+  return plan;
 }
 
-void combine_splits(const Forward& forward, const Splits& splits) {
+IndexRange SplitRound::tiles_of(const Forward& forward, Int64 b) const {
+  const IndexRange all = forward.tiles(b);
+  return overlap(all, {all.begin + tiles.begin, all.begin + tiles.end});
+}
+
+KeySplit SplitRound::split(const Forward& forward, Int64 b, Int64 index) const {
+  const bool merges = plan.splits == 1;
+  const IndexRange mine = tiles_of(forward, b);
+  const Int64 count = std::max<Int64>(0, mine.end - mine.begin);
+  const Int64 begin = count * index / plan.splits, end = count * (index + 1) / plan.splits;
+  return {b,
+          {mine.begin + begin, mine.begin + end},
+          {parts(b) + (merges ? 0 : begin * plan.floats), plan.floats},
+          merges ? totals(b) : nullptr};
+}
+
+void merge_round(const Forward& forward, const SplitRound& round) {
   constexpr Int64 kRows = 16;
-  const Int64 parts = ceil_div(forward.rows, kRows), Hkv = forward.call.params.Hkv;
-  parallel_for((splits.end - splits.begin) * Hkv * parts, [&](Int64 index, int) {
-    const KvHead head = kv_head_at(forward.call.params, splits.begin * Hkv + index / parts);
-    CombineTask task;
-    task.b = head.b;
+  const Int64 pieces = ceil_div(forward.rows, kRows), Hkv = forward.call.params.Hkv;
+  const Int64 sequences = round.sequences.end - round.sequences.begin;
+  parallel_for(sequences * Hkv * pieces, [&](Int64 index, int) {
+    const KvHead head = kv_head_at(forward.call.params, index / pieces);
+    const Int64 first = index % pieces * kRows, floats = round.plan.floats;
+    const bool merged = round.plan.splits == 1;  // by the tasks themselves
+    MergeTask task;
+    task.b = round.sequences.begin + head.b;
     task.kv_head = head.head;
     task.band = forward.band(task.b);
-    const Int64 first = index % parts * kRows;
     task.rows = {first, std::min(forward.rows, first + kRows)};
-    task.splits = splits.splits;
-    task.split_floats = splits.floats;
-    task.partial = splits.at(task.b, 0) +
-                   (task.kv_head * forward.rows + task.rows.begin) * forward.row_floats();
-    forward.kernels.decode.combine(forward.call, task);
+    const Int64 place = (task.kv_head * forward.rows + first) * forward.row_floats();
+    const IndexRange tiles = round.tiles_of(forward, task.b);
+    task.count = merged ? 0 : std::max<Int64>(0, tiles.end - tiles.begin);
+    task.parts = {round.parts(task.b) + place, floats};
+    task.totals = round.totals(task.b) + place;
+    task.first = !merged && round.tiles.begin == 0;
+    task.last = round.last;
+    forward.kernels.decode.merge_parts(forward.call, task);
   });
 }
 

@@ -97,6 +97,16 @@ def test_errors_stay_near_those_of_plain_float32(spread, shape, options, backend
     check(q, k, v, dout, backend=backend, kernel=kernel, **options)
 
 
+@pytest.mark.parametrize(
+    ("hd", "T", "spread", "seed"),
+    [(160, 8, 8, 43), (224, 24, 4, 3), (224, 8, 8, 59), (512, 8, 4, 26), (512, 24, 8, 11)],
+)
+def test_errors_of_long_dot_products_stay_near_those_of_plain_float32(hd, T, spread, seed, cpu):
+    """Drawn from a thousand; in a single chain each had more than twice the error allowed."""
+    inputs = random_inputs(np.random.default_rng(seed), Tq=T, hd=hd, spread=spread)
+    check(*inputs, backend=cpu, kernel="fused", causal=True, softcap=15.0)
+
+
 def test_exponentials_are_good_to_a_few_ulp(backend):
     """Each row has a key of score 0 and one of score x, whose p is exp(x) / (1 + exp(x))."""
     x = -np.linspace(0, 87.3, 2001, dtype=np.float32).reshape(1, -1, 1, 1)

@@ -5,9 +5,11 @@
 // hardware prefetchers follow (rows of one head alone, far apart, they do not).
 #include "cpu/decode/kernel.h"
 
+#include <cstring>
+
+#include "core/stop.h"
 #include "cpu/attention.h"
 #include "cpu/decode/tile.h"
-#include "shared/attn_row.h"
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
@@ -21,7 +23,8 @@ struct RowGroup {
   int heads;
   int rows;  // a head
   const Real* q[kGroupRows];
-  Real* partial[kGroupRows];
+  Real* parts[kGroupRows];  // of the tile at hand
+  Real* totals[kGroupRows];
   IndexRange keys[kGroupRows];  // that each sees
 };
 
@@ -36,7 +39,7 @@ FORGE_INLINE void score_head(const Real* const* q, int rows, const KeyBlock<Stor
   }
   for (int r = 0; r < rows; r += kRowsAtOnce) {
     const PairPlace place = {r, first_key};
-    Real* to = scores + r * kBlockKeys;
+    Real* to = scores + r * kMostTileKeys;
     switch (rows - r) {
       case 1:
         score_rows<1>(q + r, keys, filled, hd, map, place, to);
@@ -53,11 +56,11 @@ FORGE_INLINE void score_head(const Real* const* q, int rows, const KeyBlock<Stor
   }
 }
 
-// scores[row][key] of all rows of a group against a block of keys, the first of them `first_key`.
-// k.first is row 0's, head 0's; `next`: the values, read after them.
+// scores[row][key] of all rows of a group against the keys of a tile, the first of them
+// `first_key`. k.first is row 0's, head 0's; `next`: the values, read after them.
 template <typename Map, typename Stored>
-void score_block(const RowGroup& group, const KeyBlock<Stored>& k, const KeyBlock<Stored>& next,
-                 Int64 first_key, Int64 hd, const Map& map, Real* scores) {
+void score_tile(const RowGroup& group, const KeyBlock<Stored>& k, const KeyBlock<Stored>& next,
+                Int64 first_key, Int64 hd, const Map& map, Real* scores) {
   alignas(64) Real panel[(kMaxHeadDim + kLanes) * kPanelKeys];
   constexpr int kStep = kPanelKeys;
   for (int key = 0; key < k.count; key += kStep) {
@@ -67,7 +70,7 @@ void score_block(const RowGroup& group, const KeyBlock<Stored>& k, const KeyBloc
     for (int head = 0; head < group.heads; ++head) {
       const KeyBlock<Stored> keys = rows_from(k, group.head_begin + head, key, kStep);
       const int row = head * group.rows;
-      Real* to = scores + row * kBlockKeys + key;
+      Real* to = scores + row * kMostTileKeys + key;
       prefetch_share(ahead, head, group.heads, hd);
       if constexpr (kKeysInRegisters) {
         if (group.rows == 1 && head + 1 < group.heads && keys.count == kLanes) {
@@ -82,11 +85,10 @@ void score_block(const RowGroup& group, const KeyBlock<Stored>& k, const KeyBloc
   }
 }
 
-// Adds p v of a block in which every row sees every key. `next`: the keys read after it.
+// Adds up p v of a tile in which every row sees every key. `next`: the keys read after it.
 template <typename Stored>
-void add_block(const RowGroup& group, const KeyBlock<Stored>& v, const KeyBlock<Stored>& next,
-               Int64 hd, const Real* scores, const Real* alpha) {
-  Real ones[kRowsAtOnce] = {1, 1, 1, 1};
+void add_tile(const RowGroup& group, const KeyBlock<Stored>& v, const KeyBlock<Stored>& next,
+              Int64 hd, const Real* scores) {
   for (int key = 0; key < v.count; key += kValueKeys) {
     const KeyBlock<Stored> ahead =
         key + kValueKeys < v.count ? rows_from(v, group.head_begin, key + kValueKeys, kValueKeys)
@@ -96,46 +98,45 @@ void add_block(const RowGroup& group, const KeyBlock<Stored>& v, const KeyBlock<
       prefetch_share(ahead, head, group.heads, hd);
       for (int r = 0; r < group.rows; r += kRowsAtOnce) {
         const int row = head * group.rows + r;
-        const Real* p = scores + row * kBlockKeys + key;
-        const Real* factor = key == 0 ? alpha + row : ones;
-        Real* const* partial = group.partial + row;
+        const Real* p = scores + row * kMostTileKeys + key;
+        Real* const* parts = group.parts + row;
         switch (group.rows - r) {
           case 1:
-            add_keys<1>(p, values, hd, factor, partial);
+            add_keys<1>(p, values, hd, key == 0, parts);
             break;
           case 2:
-            add_keys<2>(p, values, hd, factor, partial);
+            add_keys<2>(p, values, hd, key == 0, parts);
             break;
           case 3:
-            add_keys<3>(p, values, hd, factor, partial);
+            add_keys<3>(p, values, hd, key == 0, parts);
             break;
           default:
-            add_keys<4>(p, values, hd, factor, partial);
+            add_keys<4>(p, values, hd, key == 0, parts);
         }
       }
     }
   }
 }
 
-// The rows of a group against the keys [begin, begin + k.count); `next`: the keys after them.
+// The parts of a group's rows from the keys [begin, begin + k.count) of a tile; `next`: the keys
+// after them.
 template <typename Map, typename Stored>
-void run_block(const RowGroup& group, const KeyBlock<Stored>& k, const KeyBlock<Stored>& v,
-               const KeyBlock<Stored>& next, Int64 begin, Int64 hd, const Map& map) {
-  alignas(64) Real scores[kGroupRows * kBlockKeys];
-  score_block(group, k, v, begin, hd, map, scores);
+void run_tile(const RowGroup& group, const KeyBlock<Stored>& k, const KeyBlock<Stored>& v,
+              const KeyBlock<Stored>& next, Int64 begin, Int64 hd, const Map& map) {
+  alignas(64) Real scores[kGroupRows * kMostTileKeys];
+  score_tile(group, k, v, begin, hd, map, scores);
   const int rows = group.heads * group.rows;
-  Real alpha[kGroupRows];
   int from[kGroupRows], to[kGroupRows];
-  bool whole = true;
+  bool whole = k.count > 0;
   for (int row = 0; row < rows; ++row) {
     from[row] = key_in_tile(group.keys[row].begin, begin, k.count);
     to[row] = key_in_tile(group.keys[row].end, begin, k.count);
     if (from[row] >= to[row]) from[row] = to[row] = 0;
     whole = whole && from[row] == 0 && to[row] == k.count;
-    alpha[row] = softmax_row(scores + row * kBlockKeys, from[row], to[row], group.partial[row]);
+    softmax_row(scores + row * kMostTileKeys, from[row], to[row], group.parts[row]);
   }
   if (whole) {
-    add_block(group, v, next, hd, scores, alpha);
+    add_tile(group, v, next, hd, scores);
     return;
   }
   // An edge of the mask: each row by itself, so that it meets no value it does not see.
@@ -143,27 +144,55 @@ void run_block(const RowGroup& group, const KeyBlock<Stored>& k, const KeyBlock<
     const Int64 head = group.head_begin + row / group.rows;
     const KeyBlock<Stored> seen = {v.first + head * v.head_stride + from[row] * v.stride, v.stride,
                                    v.head_stride, to[row] - from[row]};
-    add_keys<1>(scores + row * kBlockKeys + from[row], seen, hd, alpha + row, group.partial + row);
+    add_keys<1>(scores + row * kMostTileKeys + from[row], seen, hd, true, group.parts + row);
   }
 }
 
-void start_group(const ForwardCall& call, const DecodeTask& task, Int64 head_begin, Int64 heads,
-                 RowGroup& group) {
+FORGE_INLINE void clear_total(Real* total, Int64 floats) {
+  for (Int64 n = 0; n < floats; ++n) total[n] = 0;
+  total[0] = -__builtin_inff();
+}
+
+// Returns the keys that some row of the group sees, from the first of a class on.
+IndexRange start_group(const ForwardCall& call, const DecodeTask& task, Int64 head_begin,
+                       Int64 heads, RowGroup& group) {
   const AttnParams& params = call.params;
-  const Int64 rows = rows_of_group(params), row_floats = partial_row_floats(params.hd);
+  const Int64 rows = rows_of_group(params), floats = part_floats(params.hd);
   group.head_begin = head_begin;
   group.heads = static_cast<int>(heads);
   group.rows = static_cast<int>(rows);
+  IndexRange any = nothing();
   Int64 row = 0;
   for (Int64 head = head_begin; head < head_begin + heads; ++head) {
     RowCursor at = row_cursor(params, head, 0);
     for (Int64 r = 0; r < rows; ++r, ++row, at.next()) {
-      Real* partial = task.partial + (head * rows + r) * row_floats;
-      for (Int64 n = 0; n < row_floats; ++n) partial[n] = 0;
-      partial[0] = -__builtin_inff();
       group.q[row] = call.q + element_offset(params.q, task.b, at.query, at.head);
-      group.partial[row] = partial;
+      const Int64 place = (head * rows + r) * floats;
+      group.parts[row] = task.parts.first + place;
+      group.totals[row] = nullptr;
+      if (task.totals) {
+        // The first part is the total so far.
+        group.parts[row] = group.totals[row] = task.totals + place;
+        if (is_empty(task.tiles)) clear_total(group.totals[row], floats);
+      }
       group.keys[row] = visible_keys(task.band, at.query);
+      any = hull(any, group.keys[row]);
+    }
+  }
+  any.begin = class_begin(any.begin);
+  return any;
+}
+
+// The parts of a tile are done: merges them, or moves on to the next tile's.
+FORGE_INLINE void finish_tile(RowGroup& group, const DecodeTask& task, Int64 hd) {
+  const Int64 floats = part_floats(hd);
+  for (int row = 0; row < group.heads * group.rows; ++row) {
+    if (!task.totals) {
+      group.parts[row] += task.parts.stride;
+    } else if (group.parts[row] != group.totals[row]) {
+      merge_row(group.totals[row], {group.parts[row], 0}, 1, floats);
+    } else {
+      group.parts[row] = task.parts.first + (group.totals[row] - task.totals);
     }
   }
 }
@@ -173,19 +202,24 @@ void run_task(const ForwardCall& call, const DecodeTask& task, const Stored* k_a
               const Stored* v_array, const Map& map) {
   const AttnParams& params = call.params;
   const Int64 heads_at_once = larger(1, kGroupRows / rows_of_group(params));
+  const Int64 step = tile_keys(params.hd);
   for (Int64 head = task.heads.begin; head < task.heads.end; head += heads_at_once) {
     RowGroup group;
-    start_group(call, task, head, smaller(heads_at_once, task.heads.end - head), group);
-    for (Int64 begin = task.keys.begin; begin < task.keys.end; begin += kBlockKeys) {
-      const int count = static_cast<int>(smaller(kBlockKeys, task.keys.end - begin));
-      const KeyBlock<Stored> k = {k_array + element_offset(params.k, task.b, begin, 0),
+    const Int64 heads = smaller(heads_at_once, task.heads.end - head);
+    const IndexRange any = start_group(call, task, head, heads, group);
+    for (Int64 tile = task.tiles.begin; tile < task.tiles.end; ++tile) {
+      if (stop_requested()) return;
+      const IndexRange keys = overlap({tile * step, (tile + 1) * step}, any);
+      const int count = static_cast<int>(larger(0, keys.end - keys.begin));
+      const Int64 ahead = tile + 1 < task.tiles.end ? smaller(step, any.end - keys.end) : 0;
+      const KeyBlock<Stored> k = {k_array + element_offset(params.k, task.b, keys.begin, 0),
                                   params.k.row, params.k.head, count};
-      const KeyBlock<Stored> v = {v_array + element_offset(params.v, task.b, begin, 0),
+      const KeyBlock<Stored> v = {v_array + element_offset(params.v, task.b, keys.begin, 0),
                                   params.v.row, params.v.head, count};
-      const KeyBlock<Stored> next = {
-          k.first + kBlockKeys * params.k.row, params.k.row, params.k.head,
-          static_cast<int>(smaller(kBlockKeys, task.keys.end - begin - count))};
-      run_block(group, k, v, next, begin, params.hd, map);
+      const KeyBlock<Stored> next = {k.first + count * params.k.row, params.k.row, params.k.head,
+                                     static_cast<int>(ahead)};
+      run_tile(group, k, v, next, keys.begin, params.hd, map);
+      finish_tile(group, task, params.hd);
     }
   }
 }
@@ -194,55 +228,38 @@ void run(const ForwardCall& call, const DecodeTask& task) {
   with_score_map(call.params, [&](const auto& map) { run_task(call, task, call.k, call.v, map); });
 }
 
-// The parts of one row, added up in their order: o = sum / l, with m and l of all.
-struct RowParts {
-  const Real* first;
-  Int64 splits;
-  Int64 split_floats;
-};
-
+// A row's total to its place, finished.
 template <typename Stored>
-FORGE_INLINE AttnRow<Real> combine_row(const RowParts& parts, bool sees_keys, Int64 hd, Stored* o) {
-  constexpr int kVecs = 4;
-  Real m = -__builtin_inff();
-  for (Int64 split = 0; split < parts.splits; ++split) {
-    const Real part = parts.first[split * parts.split_floats];
-    m = part > m ? part : m;
+FORGE_INLINE AttnRow<Real> finish_row(const Real* total, bool sees_keys, Int64 hd, Stored* o) {
+  const RowEnd end = end_of_row(sees_keys, total[0], total[1]);
+  for (Int64 d = 0; d < hd; d += kLanes) {
+    const Vec sum = finished_sum(load(total + kPartHead + d), broadcast(end.factor));
+    store_within(o, d, hd, end.row.live ? sum : Vec{});
   }
-  const Real base = m == -__builtin_inff() ? 0 : m;
-  AttnRow<Real> row{};
-  for (Int64 d = 0; d < hd; d += kVecs * kLanes) {
-    Vec sum[kVecs] = {};
-    Real l = 0;
-    for (Int64 split = 0; split < parts.splits; ++split) {
-      const Real* part = parts.first + split * parts.split_floats;
-      const Vec weight = exp_of_nonpositive(broadcast(part[0] - base));
-      l += part[1] * weight[0];
-      FORGE_UNROLL
-      for (int c = 0; c < kVecs; ++c) {
-        const Int64 channel = d + c * kLanes;
-        if (channel < hd) sum[c] = fma(load(part + kPartialHead + channel), weight, sum[c]);
-      }
-    }
-    row = finished_row(sees_keys, m, l);
-    FORGE_UNROLL
-    for (int c = 0; c < kVecs; ++c) {
-      store_within(o, d + c * kLanes, hd, row.live ? sum[c] / broadcast(row.l) : Vec{});
-    }
-  }
-  return row;
+  return end.row;
 }
 
 template <typename Stored>
-void combine_rows(const ForwardCall& call, const CombineTask& task, Stored* o) {
+void merge_rows(const ForwardCall& call, const MergeTask& task, Stored* o) {
   const AttnParams& params = call.params;
+  const Int64 floats = part_floats(params.hd);
   RowCursor at = row_cursor(params, task.kv_head, task.rows.begin);
   for (Int64 row = task.rows.begin; row < task.rows.end; ++row, at.next()) {
-    const RowParts parts = {task.partial + (row - task.rows.begin) * partial_row_floats(params.hd),
-                            task.splits, task.split_floats};
+    const Int64 place = (row - task.rows.begin) * floats;
+    Real* total = task.totals + place;
+    Parts parts = {task.parts.first + place, task.parts.stride};
+    Int64 count = task.count;
+    if (task.first && count == 0) clear_total(total, floats);
+    if (task.first && count > 0) {  // the first part is the total so far
+      std::memcpy(total, parts.first, static_cast<std::size_t>(floats) * sizeof(Real));
+      parts.first += parts.stride;
+      --count;
+    }
+    merge_row(total, parts, count, floats);
+    if (!task.last) continue;
     const AttnRow<Real> end =
-        combine_row(parts, !is_empty(visible_keys(task.band, at.query)), params.hd,
-                    o + element_offset(params.o, task.b, at.query, at.head));
+        finish_row(total, !is_empty(visible_keys(task.band, at.query)), params.hd,
+                   o + element_offset(params.o, task.b, at.query, at.head));
     const Int64 stat = row_index(params, task.b, at.head, at.query);
     if (call.row_max != nullptr) {
       call.row_max[stat] = end.m;
@@ -251,11 +268,11 @@ void combine_rows(const ForwardCall& call, const CombineTask& task, Stored* o) {
   }
 }
 
-void combine(const ForwardCall& call, const CombineTask& task) { combine_rows(call, task, call.o); }
+void merge_parts(const ForwardCall& call, const MergeTask& task) { merge_rows(call, task, call.o); }
 
 }  // namespace
 
 extern const DecodeKernels kDecodeKernels;
-const DecodeKernels kDecodeKernels = {kMostRows, run, combine};
+const DecodeKernels kDecodeKernels = {kMostRows, run, merge_parts};
 
 }  // namespace forge::cpu::FORGE_TARGET

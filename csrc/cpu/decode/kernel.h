@@ -5,35 +5,33 @@
 
 namespace forge::cpu {
 
-// Unfinished rows of a split over keys: each has m, l and, kPartialHead floats on, the sum of p v.
-constexpr Int64 kPartialHead = 16;
-FORGE_INLINE Int64 partial_row_floats(Int64 hd) { return kPartialHead + (hd + 15) / 16 * 16; }
-
-// All rows of some kv heads of sequence b against some keys.
+// All rows of some kv heads of sequence b against some tiles of keys.
 struct DecodeTask {
   AttnBand band;
   Int64 b;
   IndexRange heads;
-  IndexRange keys;
-  float* partial;  // of row 0 of kv head 0
+  IndexRange tiles;
+  Parts parts;    // of row 0 of kv head 0 and the first tile
+  float* totals;  // likewise: where the parts are merged at once; null: that is left to merge_parts
 };
 
-// Some rows of one kv head, each from `splits` partial rows that lie split_floats apart, added up
-// in that order.
-struct CombineTask {
+// Merges `count` parts of some rows of one kv head, by ascending keys, with what was merged before.
+struct MergeTask {
   AttnBand band;
   Int64 b;
   Int64 kv_head;
   IndexRange rows;
-  Int64 splits;
-  Int64 split_floats;
-  const float* partial;  // of the first row
+  Int64 count;
+  Parts parts;    // of the first row
+  float* totals;  // likewise
+  bool first;     // nothing was merged before
+  bool last;      // the rows are finished and stored
 };
 
 struct DecodeKernels {
   Int64 most_rows;  // beyond so many rows a kv head, row blocks in lanes are faster
   void (*run)(const ForwardCall&, const DecodeTask&);
-  void (*combine)(const ForwardCall&, const CombineTask&);
+  void (*merge_parts)(const ForwardCall&, const MergeTask&);
 };
 
 }  // namespace forge::cpu

@@ -1,15 +1,17 @@
 // The inner loops of decode: a few rows of one or two kv heads against some keys.
 #pragma once
 
+#include "cpu/forward/kernel.h"
+#include "cpu/key_tiles.h"
 #include "cpu/pack.h"
 #include "cpu/scores.h"
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
 
-constexpr int kBlockKeys = 64;
 constexpr int kPanelVecs = 16 / kLanes;
 constexpr int kPanelKeys = kPanelVecs * kLanes;  // keys read abreast
+static_assert(kTileUnit % kPanelKeys == 0);
 // Whether registers hold a block of keys and the sums.
 constexpr bool kKeysInRegisters = kLanes == 16 && kVectorRegisters >= 32;
 constexpr int kValueKeys = 16;  // values read abreast
@@ -68,9 +70,19 @@ FORGE_NOINLINE void score_panel(const Real* const* q, const Real* panel, Int64 h
       FORGE_UNROLL
       for (int i = 0; i < kVecs; ++i) {
         const PairPlace at = {place.row + r, place.key + (c + i) * kLanes};
-        store(scores + r * kBlockKeys + (c + i) * kLanes, map.score(acc[r][i], at));
+        store(scores + r * kMostTileKeys + (c + i) * kLanes, map.score(acc[r][i], at));
       }
     }
+  }
+}
+
+// What the chains gave up to channel d is put by, and new ones begin.
+template <int N>
+FORGE_INLINE void next_chain(Int64 d, Vec (&acc)[N], Vec (&before)[N]) {
+  FORGE_UNROLL
+  for (int n = 0; n < N; ++n) {
+    before[n] = d == kChainChannels ? acc[n] : before[n] + acc[n];
+    acc[n] = Vec{};
   }
 }
 
@@ -80,11 +92,10 @@ FORGE_NOINLINE void score_panel(const Real* const* q, const Real* panel, Int64 h
 template <int Heads, int Rows, typename Map, typename Stored>
 FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, Int64 hd,
                                const Map& map, PairPlace place, Real* scores) {
-  Vec acc[Heads * Rows];
-  FORGE_UNROLL
-  for (int r = 0; r < Heads * Rows; ++r) acc[r] = Vec{};
+  Vec acc[Heads * Rows] = {}, before[Heads * Rows] = {};
   Int64 d = 0;
   for (; d + kLanes <= hd; d += kLanes) {
+    if (d > 0 && d % kChainChannels == 0) next_chain(d, acc, before);
     FORGE_UNROLL
     for (int head = 0; head < Heads; ++head) {
       Vec block[kLanes];
@@ -106,6 +117,7 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, 
     }
   }
   if (d < hd) {
+    if (d > 0 && d % kChainChannels == 0) next_chain(d, acc, before);
     FORGE_UNROLL
     for (int head = 0; head < Heads; ++head) {
       Vec block[kLanes];
@@ -123,10 +135,14 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, 
       }
     }
   }
+  if (hd > kChainChannels) {
+    FORGE_UNROLL
+    for (int r = 0; r < Heads * Rows; ++r) acc[r] = before[r] + acc[r];
+  }
   FORGE_UNROLL
   for (int r = 0; r < Heads * Rows; ++r) {
     const PairPlace at = {place.row + r % Rows, place.key};
-    store(scores + r * kBlockKeys, map.score(acc[r], at));
+    store(scores + r * kMostTileKeys, map.score(acc[r], at));
   }
 }
 
@@ -153,15 +169,18 @@ FORGE_NOINLINE void fill_panel(const KeyBlock<Stored>& k, Int64 hd, Real* panel)
   }
 }
 
-// o[r] = o[r] * alpha[r] + sum over the keys of p[r][key] v[key], o in the partial rows.
+// Continues each channel's chain over p[r][key] v[key] with these keys, in the parts; starts it
+// where they are the tile's first.
 template <int Rows, int Vecs, typename Stored>
 FORGE_INLINE void add_channels(const Real* p, const KeyBlock<Stored>& v, Int64 d, Int64 hd,
-                               const Real* alpha, Real* const* partial) {
+                               bool first, Real* const* parts) {
   Vec acc[Rows][Vecs];
   FORGE_UNROLL
   for (int r = 0; r < Rows; ++r) {
     FORGE_UNROLL
-    for (int c = 0; c < Vecs; ++c) acc[r][c] = Vec{};
+    for (int c = 0; c < Vecs; ++c) {
+      acc[r][c] = first ? Vec{} : load(parts[r] + kPartHead + d + c * kLanes);
+    }
   }
   const Stored* row = v.first + d;
   for (int key = 0; key < v.count; ++key, row += v.stride) {
@@ -172,7 +191,7 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock<Stored>& v, Int64 d
     }
     FORGE_UNROLL
     for (int r = 0; r < Rows; ++r) {
-      const Vec weight = broadcast(p[r * kBlockKeys + key]);
+      const Vec weight = broadcast(p[r * kMostTileKeys + key]);
       FORGE_UNROLL
       for (int c = 0; c < Vecs; ++c) acc[r][c] = fma(weight, value[c], acc[r][c]);
     }
@@ -180,30 +199,24 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock<Stored>& v, Int64 d
   FORGE_UNROLL
   for (int r = 0; r < Rows; ++r) {
     FORGE_UNROLL
-    for (int c = 0; c < Vecs; ++c) {
-      Real* at = partial[r] + kPartialHead + d + c * kLanes;
-      store(at, fma(load(at), broadcast(alpha[r]), acc[r][c]));
-    }
+    for (int c = 0; c < Vecs; ++c) store(parts[r] + kPartHead + d + c * kLanes, acc[r][c]);
   }
 }
 
 template <int Rows, typename Stored>
-FORGE_NOINLINE void add_keys(const Real* p, const KeyBlock<Stored>& v, Int64 hd, const Real* alpha,
-                             Real* const* partial) {
+FORGE_NOINLINE void add_keys(const Real* p, const KeyBlock<Stored>& v, Int64 hd, bool first,
+                             Real* const* parts) {
   constexpr int kVecs = Rows == 1 || kVectorRegisters >= 32 ? 4 : 2;
   Int64 d = 0;
   for (; d + kVecs * kLanes <= hd; d += kVecs * kLanes) {
-    add_channels<Rows, kVecs>(p, v, d, hd, alpha, partial);
+    add_channels<Rows, kVecs>(p, v, d, hd, first, parts);
   }
-  for (; d < hd; d += kLanes) add_channels<Rows, 1>(p, v, d, hd, alpha, partial);
+  for (; d < hd; d += kLanes) add_channels<Rows, 1>(p, v, d, hd, first, parts);
 }
 
-// One row's scores of a block become p; m and l, the first of its partial row, move on. Returns
-// what its sums so far are to be multiplied with. [from, to): the keys of the block that the row
+// One row's scores of a tile become p; m and l go to its part. [from, to): the keys that the row
 // sees.
-FORGE_INLINE Real softmax_row(Real* scores, int from, int to, Real* partial) {
-  Real* m = partial;
-  Real* l = partial + 1;
+FORGE_INLINE void softmax_row(Real* scores, int from, int to, Real* part) {
   const Vec lowest = broadcast(-__builtin_inff());
   const int padded = static_cast<int>(round_up(to, kLanes));
   Vec top = lowest;
@@ -213,19 +226,41 @@ FORGE_INLINE Real softmax_row(Real* scores, int from, int to, Real* partial) {
     store(scores + key, s);
     top = max(s, top);
   }
-  const Real largest = max_of_lanes(top), before = *m;
-  *m = largest > before ? largest : before;
-  // A row of nothing but -inf so far: any finite base gives p = 0 where -inf - -inf would give NaN.
-  const Vec base = broadcast(*m == -__builtin_inff() ? 0 : *m);
-  const Real alpha = exp_of_nonpositive(broadcast(before) - base)[0];
-  Vec sum{};
+  part[0] = max_of_lanes(top);
+  const Vec base = base_of(broadcast(part[0]));
+  FourLanes sum{};
   for (int key = 0; key < padded; key += kLanes) {
     const Vec p = exp_of_nonpositive(load(scores + key) - base);
     store(scores + key, p);
-    sum = sum + p;
+    sum = add_quads(sum, p);
   }
-  *l = *l * alpha + sum_of_lanes(sum);
-  return alpha;
+  static_assert(kKeyClasses == 4);
+  part[1] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+// Parts of one row come to its total, by ascending keys; kLanes of them at a time, whose factors
+// are worked out together.
+FORGE_INLINE void merge_row(Real* total, Parts parts, Int64 count, Int64 floats) {
+  for (Int64 done = 0; done < count; done += kLanes) {
+    const int here = static_cast<int>(smaller(kLanes, count - done));
+    const Real* first = parts.first + done * parts.stride;
+    Real m = total[0], before[kLanes] = {}, own[kLanes] = {};
+    for (int n = 0; n < here; ++n) {
+      before[n] = m;
+      own[n] = first[n * parts.stride];
+      m = own[n] > m ? own[n] : m;
+    }
+    const Merge merge = merge_maxima(load(before), load(own));
+    for (Int64 at = 0; at < floats; at += kLanes) {  // m among them, which is set below
+      Vec sum = load(total + at);
+      for (int n = 0; n < here; ++n) {
+        const Merge one = {Vec{}, broadcast(merge.alpha[n]), broadcast(merge.beta[n])};
+        sum = one(sum, load(first + n * parts.stride + at));
+      }
+      store(total + at, sum);
+    }
+    total[0] = m;
+  }
 }
 
 }  // namespace

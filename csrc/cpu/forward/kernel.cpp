@@ -1,22 +1,14 @@
 // The forward of one task, compiled once per target: online softmax over key tiles.
-#include "cpu/decode/kernel.h"
+#include "cpu/forward/kernel.h"
 
 #include <cstring>
 
 #include "core/stop.h"
-#include "cpu/forward/kernel.h"
 #include "cpu/forward/tile.h"
 #include "cpu/pack.h"
-#include "shared/attn_row.h"
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
-
-// Keys a tile: scores of a row block stay in L1, packed keys and values in L2. A multiple of kStep.
-FORGE_INLINE int tile_keys(Int64 hd) {
-  const int most = hd <= 128 ? 128 : hd <= 256 ? 64 : 32;
-  return static_cast<int>(round_up(most, kStep));
-}
 
 // A worker's scratch.
 struct Workspace {
@@ -64,7 +56,7 @@ std::size_t scratch_bytes(Int64 hd, Int64 rows) { return workspace(nullptr, hd, 
 
 // Keys of a row block, its dead rows and the lanes past the last row left out.
 struct BlockKeys {
-  IndexRange any;  // that some row sees
+  IndexRange any;  // that some row sees, from the first of a class on
   IndexRange all;  // that every row sees
 };
 
@@ -80,6 +72,14 @@ FORGE_INLINE RowCursor cursor_at(const TaskState& state, Int64 slot) {
 
 // A row that sees no key, or a lane past the last row: sees whatever the others of its block see.
 FORGE_INLINE IndexRange every_key() { return {0, int64_max()}; }
+
+// Nothing added yet.
+FORGE_INLINE void clear_sums(const Workspace& work, Int64 index) {
+  for (int c = 0; c < kRowVecs; ++c) {
+    store(work.m + index * kRowBlock + c * kLanes, broadcast(-__builtin_inff()));
+    store(work.l + index * kRowBlock + c * kLanes, Vec{});
+  }
+}
 
 // Fills the scratch rows of block `index` and returns what they see.
 template <typename Stored>
@@ -99,7 +99,7 @@ FORGE_NOINLINE BlockKeys start_block(const TaskState& state, const Stored* q, In
       if (there) row = q + element_offset(params.q, task.b, at.query, at.head);
       rows[lane] = row;
       IndexRange keys = nothing();
-      if (there) keys = overlap(visible_keys(task.band, at.query), task.keys);
+      if (there) keys = visible_keys(task.band, at.query);
       at.next();
       if (is_empty(keys)) {
         keys = every_key();
@@ -111,9 +111,8 @@ FORGE_NOINLINE BlockKeys start_block(const TaskState& state, const Stored* q, In
     }
     rows_to_lanes(rows, params.hd, work.q + index * work.hd_pad * kRowBlock + c * kLanes,
                   kRowBlock);
-    store(work.m + index * kRowBlock + c * kLanes, broadcast(-__builtin_inff()));
-    store(work.l + index * kRowBlock + c * kLanes, Vec{});
   }
+  block.any.begin = class_begin(block.any.begin);
   return block;
 }
 
@@ -194,83 +193,108 @@ FORGE_NOINLINE void finish_block(const TaskState& state, Stored* o, Int64 index)
     for (int lane = 0; lane < kLanes; ++lane, at.next()) {
       const Int64 slot = index * kRowBlock + c * kLanes + lane;
       if (task.rows.begin + slot >= task.rows.end) break;
-      const AttnRow<Real> row = finished_row(!is_empty(visible_keys(task.band, at.query)),
-                                             state.work.m[slot], state.work.l[slot]);
+      const RowEnd end = end_of_row(!is_empty(visible_keys(task.band, at.query)),
+                                    state.work.m[slot], state.work.l[slot]);
       const Int64 stat = row_index(call.params, task.b, at.head, at.query);
       if (call.row_max != nullptr) {
-        call.row_max[stat] = row.m;
-        call.row_sum[stat] = row.l;
+        call.row_max[stat] = end.row.m;
+        call.row_sum[stat] = end.row.l;
       }
       ends.o[lane] = o + element_offset(call.params.o, task.b, at.query, at.head);
-      ends.factor[lane] = 1 / row.l;
-      ends.zeroed[lane] = row.live ? 0 : -1;
+      ends.factor[lane] = end.factor;
+      ends.zeroed[lane] = end.row.live ? 0 : -1;
     }
     store_rows(state, index, c, ends);
   }
 }
 
-// The part of a split over keys.
-FORGE_NOINLINE void leave_block(const TaskState& state, Int64 index) {
-  const ForwardTask& task = *state.task;
-  RowCursor at = cursor_at(state, index * kRowBlock);
+// The part of tile `tile` of the task, which the block's rows may see nothing of. What it holds of
+// dead rows is nobody's.
+FORGE_NOINLINE void leave_block(const TaskState& state, Int64 index, Int64 tile, bool seen) {
+  const Parts& parts = state.task->parts;
+  const Int64 rows = state.task->rows.end - state.task->rows.begin;
   for (int c = 0; c < kRowVecs; ++c) {
     RowsEnd<Real> ends = {};
-    for (int lane = 0; lane < kLanes; ++lane, at.next()) {
+    for (int lane = 0; lane < kLanes; ++lane) {
       const Int64 slot = index * kRowBlock + c * kLanes + lane;
-      if (task.rows.begin + slot >= task.rows.end) break;
-      const bool live = !is_empty(overlap(visible_keys(task.band, at.query), task.keys));
-      Real* part = task.partial + slot * partial_row_floats(state.call->params.hd);
-      part[0] = live ? state.work.m[slot] : -__builtin_inff();
-      part[1] = live ? state.work.l[slot] : 0;
-      ends.o[lane] = part + kPartialHead;
+      if (slot >= rows) break;
+      Real* part = parts.first + tile * parts.stride + slot * part_floats(state.call->params.hd);
+      part[0] = state.work.m[slot];
+      part[1] = state.work.l[slot];
+      ends.o[lane] = part + kPartHead;
       ends.factor[lane] = 1;
-      ends.zeroed[lane] = live ? 0 : -1;
+      ends.zeroed[lane] = seen ? 0 : -1;
     }
     store_rows(state, index, c, ends);
+  }
+}
+
+// A task's blocks of rows.
+constexpr int kMaxBlocks = 64;
+struct Blocks {
+  Int64 count;
+  BlockKeys keys[kMaxBlocks];
+  bool fresh[kMaxBlocks];
+};
+
+// The blocks against keys [keys.begin, keys.end) of a tile. `next`: the keys packed after them.
+template <typename Map>
+FORGE_INLINE void run_tile(const TaskState& state, IndexRange keys, IndexRange next, Blocks& blocks,
+                           const Map& map) {
+  const ForwardCall& call = *state.call;
+  const Workspace& work = state.work;
+  const int count = static_cast<int>(keys.end - keys.begin);
+  const KeyTile tile = pack_tile(state, call.k, call.v, keys.begin, count);
+  for (Int64 index = 0; index < blocks.count; ++index) {
+    prefetch_tile(state, call.k, call.v, next, index, blocks.count);
+    const KeySpan span = span_of(state, blocks.keys[index], index, keys.begin, count);
+    if (span.from >= span.to) continue;
+    const RowBlock block = {state.task->rows.begin + index * kRowBlock,
+                            work.q + index * work.hd_pad * kRowBlock,
+                            work.o + index * work.hd_pad * kRowBlock,
+                            work.m + index * kRowBlock,
+                            work.l + index * kRowBlock,
+                            blocks.fresh[index]};
+    add_tile(block, tile, span, call.params.hd, map, work.scores);
+    blocks.fresh[index] = false;
   }
 }
 
 template <typename Map>
 void run_task(const ForwardCall& call, const ForwardTask& task, char* scratch, const Map& map) {
-  constexpr int kMaxBlocks = 64;
-  const Int64 rows = task.rows.end - task.rows.begin, hd = call.params.hd;
+  const Int64 rows = task.rows.end - task.rows.begin, hd = call.params.hd, step = tile_keys(hd);
   const TaskState state = {&call, &task, workspace(scratch, hd, rows)};
-  const Workspace& work = state.work;
-  const Int64 blocks = ceil_div(rows, kRowBlock);
-  BlockKeys keys[kMaxBlocks];
-  bool fresh[kMaxBlocks];
+  Blocks blocks;
+  blocks.count = ceil_div(rows, kRowBlock);
   IndexRange any = nothing();
-  for (Int64 index = 0; index < blocks; ++index) {
-    keys[index] = start_block(state, call.q, index);
-    fresh[index] = true;
-    any = hull(any, keys[index].any);
+  for (Int64 index = 0; index < blocks.count; ++index) {
+    blocks.keys[index] = start_block(state, call.q, index);
+    any = hull(any, blocks.keys[index].any);
   }
-  const int step = tile_keys(hd);
-  for (Int64 begin = any.begin; begin < any.end; begin += step) {
+  const auto start = [&] {
+    for (Int64 index = 0; index < blocks.count; ++index) {
+      clear_sums(state.work, index);
+      blocks.fresh[index] = true;
+    }
+  };
+  const auto keys_of = [&](Int64 tile) { return overlap({tile * step, (tile + 1) * step}, any); };
+  const bool leaves_parts = task.parts.first != nullptr;
+  const IndexRange tiles =
+      leaves_parts ? task.tiles : IndexRange{any.begin / step, ceil_div(any.end, step)};
+  start();
+  for (Int64 tile = tiles.begin; tile < tiles.end; ++tile) {
     if (stop_requested()) return;
-    const int count = static_cast<int>(smaller(step, any.end - begin));
-    const KeyTile tile = pack_tile(state, call.k, call.v, begin, count);
-    const IndexRange next = {begin + count, smaller(any.end, begin + count + step)};
-    for (Int64 index = 0; index < blocks; ++index) {
-      prefetch_tile(state, call.k, call.v, next, index, blocks);
-      const KeySpan span = span_of(state, keys[index], index, begin, count);
-      if (span.from >= span.to) continue;
-      const RowBlock block = {task.rows.begin + index * kRowBlock,
-                              work.q + index * work.hd_pad * kRowBlock,
-                              work.o + index * work.hd_pad * kRowBlock,
-                              work.m + index * kRowBlock,
-                              work.l + index * kRowBlock,
-                              fresh[index]};
-      add_tile(block, tile, span, hd, map, work.scores);
-      fresh[index] = false;
+    const IndexRange keys = keys_of(tile);
+    const IndexRange next = tile + 1 < tiles.end ? keys_of(tile + 1) : nothing();
+    if (!is_empty(keys)) run_tile(state, keys, next, blocks, map);
+    if (!leaves_parts) continue;
+    for (Int64 index = 0; index < blocks.count; ++index) {
+      leave_block(state, index, tile - tiles.begin, !blocks.fresh[index]);
     }
+    start();
   }
-  for (Int64 index = 0; index < blocks; ++index) {
-    if (task.partial != nullptr) {
-      leave_block(state, index);
-    } else {
-      finish_block(state, call.o, index);
-    }
+  for (Int64 index = 0; index < blocks.count && !leaves_parts; ++index) {
+    finish_block(state, call.o, index);
   }
 }
 
@@ -281,6 +305,6 @@ void run(const ForwardCall& call, const ForwardTask& task, char* scratch) {
 }  // namespace
 
 extern const ForwardKernels kForwardKernels;
-const ForwardKernels kForwardKernels = {kRowBlock, scratch_bytes, run};
+const ForwardKernels kForwardKernels = {kRowBlock, tile_keys, scratch_bytes, run};
 
 }  // namespace forge::cpu::FORGE_TARGET

@@ -18,19 +18,29 @@ struct ForwardCall {
   float* row_sum;
 };
 
-// Some rows of one kv head (rows.h) against some keys.
+// Parts of rows: each has m, l and, kPartHead floats on, the sum of p v (key_tiles.h). Those of one
+// row lie `stride` floats apart, tile by tile.
+struct Parts {
+  float* first;
+  Int64 stride;
+};
+constexpr Int64 kPartHead = 16;
+FORGE_INLINE Int64 part_floats(Int64 hd) { return kPartHead + (hd + 15) / 16 * 16; }
+
+// Some rows of one kv head (rows.h). Without parts: against all keys that they see; the rows are
+// finished and stored. Else against some tiles of keys, for whose parts there is room.
 struct ForwardTask {
   AttnBand band;
   Int64 b;
   Int64 kv_head;
   IndexRange rows;
-  IndexRange keys;
-  // Null: rows are finished and stored; else they go here unfinished, as decode's do.
-  float* partial;
+  IndexRange tiles;
+  Parts parts;  // of the first row and tile; part_floats from row to row
 };
 
 struct ForwardKernels {
   int row_block;  // rows that run side by side; tasks want a multiple
+  Int64 (*tile_keys)(Int64 hd);
   std::size_t (*scratch_bytes)(Int64 hd, Int64 rows);
   void (*run)(const ForwardCall&, const ForwardTask&, char* scratch);
 };

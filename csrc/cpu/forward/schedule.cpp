@@ -1,5 +1,4 @@
-// The forward's schedule for many rows: which tasks there are, in which order. It depends on the
-// problem only.
+// The forward's schedule for many rows: which tasks there are, in which order.
 #include <algorithm>
 #include <limits>
 
@@ -32,40 +31,47 @@ Int64 rows_a_task(const Forward& forward) {
 
 // Many rows: row blocks in lanes against packed key tiles.
 void run_tiles(const Forward& forward) {
+  constexpr Int64 kEnoughTasks = 8, kLeastTiles = 4;  // of keys, a task
   const AttnParams& params = forward.call.params;
-  const Int64 step = rows_a_task(forward), tiles = ceil_div(forward.rows, step);
-  Splits splits = {0, params.B, 1, params.Hkv * forward.rows * forward.row_floats(), nullptr};
-  if (tiles * forward.heads < 8) {
-    splits.splits = split_count(forward, tiles * forward.heads, params.B * splits.floats, 512);
-  }
-  const Int64 tasks = tiles * forward.heads * splits.splits;
-  const std::size_t bytes = (forward.kernels.forward.scratch_bytes(params.hd, step) + 63) / 64 * 64;
+  const Int64 step = rows_a_task(forward), blocks = ceil_div(forward.rows, step);
   const int threads = num_threads();
-  const std::size_t workers = static_cast<std::size_t>(std::min<Int64>(threads, tasks));
-  const bool split_keys = splits.splits > 1;
-  const Int64 partial_floats = split_keys ? params.B * splits.splits * splits.floats : 0;
-  const Scratch scratch(bytes * workers + static_cast<std::size_t>(partial_floats) * sizeof(float));
-  splits.partial = reinterpret_cast<float*>(scratch.data() + bytes * workers);
-  // Last rows first: under a causal mask they see the most keys.
-  parallel_for(tasks, threads, [&](Int64 index, int worker) {
-    const Int64 part = index / forward.heads;
-    const KvHead head = kv_head_at(params, index % forward.heads);
-    const Int64 tile = tiles - 1 - part / splits.splits, split = part % splits.splits;
+  const std::size_t bytes = (forward.kernels.forward.scratch_bytes(params.hd, step) + 63) / 64 * 64;
+  const auto run = [&](KvHead head, Int64 block, const KeySplit& split, char* scratch) {
     ForwardTask task;
     task.b = head.b;
     task.kv_head = head.head;
     task.band = forward.band(task.b);
-    task.rows = {tile * step, std::min(forward.rows, (tile + 1) * step)};
-    task.keys = keys_of_split(forward, task.band, splits.splits, split);
-    task.partial = nullptr;
-    if (split_keys) {
-      task.partial = splits.at(task.b, split) +
-                     (task.kv_head * forward.rows + task.rows.begin) * forward.row_floats();
+    task.rows = {block * step, std::min(forward.rows, (block + 1) * step)};
+    task.tiles = split.tiles;
+    task.parts = split.parts;
+    if (task.parts.first != nullptr) {
+      task.parts.first += (task.kv_head * forward.rows + task.rows.begin) * forward.row_floats();
     }
-    forward.kernels.forward.run(forward.call, task,
-                                scratch.data() + bytes * static_cast<std::size_t>(worker));
+    forward.kernels.forward.run(forward.call, task, scratch);
+  };
+  if (blocks * forward.heads < std::min(kEnoughTasks, wanted_tasks(threads))) {
+    const Int64 shares = params.Hkv * blocks;
+    const SplitPlan plan = plan_splits(forward, wanted_tasks(threads), shares, kLeastTiles);
+    if (plan.splits > 1) {
+      const std::size_t workers = static_cast<std::size_t>(threads);
+      const Scratch scratch(bytes * workers +
+                            static_cast<std::size_t>(plan.floats_in_all()) * sizeof(float));
+      float* memory = reinterpret_cast<float*>(scratch.data() + bytes * workers);
+      run_splits(forward, plan, shares, memory, threads,
+                 [&](const KeySplit& split, Int64 share, int worker) {
+                   run({split.b, share % params.Hkv}, share / params.Hkv, split,
+                       scratch.data() + bytes * static_cast<std::size_t>(worker));
+                 });
+      return;
+    }
+  }
+  const Int64 tasks = blocks * forward.heads;
+  const Scratch scratch(bytes * static_cast<std::size_t>(std::min<Int64>(threads, tasks)));
+  // Last rows first: under a causal mask they see the most keys.
+  parallel_for(tasks, threads, [&](Int64 index, int worker) {
+    run(kv_head_at(params, index % forward.heads), blocks - 1 - index / forward.heads, {},
+        scratch.data() + bytes * static_cast<std::size_t>(worker));
   });
-  if (split_keys) combine_splits(forward, splits);
 }
 
 // Every row is dead.

@@ -3,6 +3,7 @@
 // operations, and any number of keys and channels works without padding the arrays.
 #pragma once
 
+#include "cpu/key_tiles.h"
 #include "cpu/scores.h"
 
 namespace forge::cpu::FORGE_TARGET {
@@ -13,9 +14,11 @@ constexpr int kRowBlock = kRowVecs * kLanes;
 // Accumulators kStep x kRowVecs, one vector of each row operand, one broadcast: 15 of 16 registers,
 // or 19 of 32.
 constexpr int kStep = kVectorRegisters == 32 ? 8 : 6;
+static_assert(kTileUnit % kStep == 0 && kStep >= kKeyClasses);
 
-// The keys [from, to) of the tile that a row block works on. In [full_from, full_to) every row sees
-// every key; elsewhere row lane sees seen_from[lane] <= key < seen_to[lane].
+// The keys [from, to) of the tile that a row block works on; from is the first of a class. In
+// [full_from, full_to) every row sees every key; elsewhere row lane sees seen_from[lane] <= key <
+// seen_to[lane].
 struct KeySpan {
   int from;
   int to;
@@ -37,7 +40,7 @@ struct RowBlock {
   Real* o;        // [hd][kRowBlock], the running sum of p v
   Real* m;        // [kRowBlock]
   Real* l;        // [kRowBlock]
-  bool fresh;     // nothing added yet
+  bool fresh;     // nothing added yet: o holds nothing
 };
 
 // Packed keys and values of the tile.
@@ -87,40 +90,38 @@ FORGE_NOINLINE void score_span(const RowBlock& block, const KeyTile& tile, Int64
   for (int c = 0; c < kRowVecs; ++c) largest[c] = top[c];
 }
 
-// Scores become p = exp(s - m) with the new maximum; m and l move on. alpha: what the sums so far
-// are to be multiplied with.
+// Scores become p = exp(s - largest); m and l move on. merge: how the values do.
 FORGE_NOINLINE void softmax_span(const RowBlock& block, const KeySpan& span, Real* scores,
-                                 const Vec (&largest)[kRowVecs], Vec (&alpha)[kRowVecs]) {
-  Vec base[kRowVecs], sum[kRowVecs];
+                                 const Vec (&largest)[kRowVecs], Merge (&merge)[kRowVecs]) {
   FORGE_UNROLL
   for (int c = 0; c < kRowVecs; ++c) {
-    const Vec before = load(block.m + c * kLanes);
-    const Vec m = max(largest[c], before);
-    store(block.m + c * kLanes, m);
-    // A row of nothing but -inf so far: any finite base gives p = 0 where -inf - -inf would give
-    // NaN.
-    base[c] = select(m == broadcast(-__builtin_inff()), Vec{}, m);
-    alpha[c] = exp_of_nonpositive(before - base[c]);
-    sum[c] = Vec{};
-  }
-  for (int key = span.from; key < span.to; ++key) {
-    FORGE_UNROLL
-    for (int c = 0; c < kRowVecs; ++c) {
-      Real* at = scores + key * kRowBlock + c * kLanes;
-      const Vec p = exp_of_nonpositive(load(at) - base[c]);
+    const Vec base = base_of(largest[c]);
+    Vec sum[kKeyClasses] = {};
+    const auto add = [&](int key, int r) __attribute__((always_inline)) {
+      Real* at = scores + (key + r) * kRowBlock + c * kLanes;
+      const Vec p = exp_of_nonpositive(load(at) - base);
       store(at, p);
-      sum[c] = sum[c] + p;
+      sum[r] = sum[r] + p;
+    };
+    int key = span.from;
+    for (; key + kKeyClasses <= span.to; key += kKeyClasses) {
+      FORGE_UNROLL
+      for (int r = 0; r < kKeyClasses; ++r) add(key, r);
     }
-  }
-  FORGE_UNROLL
-  for (int c = 0; c < kRowVecs; ++c) {
-    store(block.l + c * kLanes, fma(load(block.l + c * kLanes), alpha[c], sum[c]));
+    FORGE_UNROLL
+    for (int r = 0; r < kKeyClasses; ++r) {
+      if (key + r < span.to) add(key, r);
+    }
+    Real *m = block.m + c * kLanes, *l = block.l + c * kLanes;
+    merge[c] = merge_maxima(load(m), largest[c]);
+    store(m, merge[c].m);
+    store(l, merge[c](load(l), (sum[0] + sum[2]) + (sum[1] + sum[3])));
   }
 }
 
-// o = o * alpha + sum over the span's keys of p v, for Channels channels of one panel.
+// Merges o with the sums over the span's keys of p v, for Channels channels of one panel.
 template <int Channels>
-FORGE_INLINE void add_values(const Real* p, const Real* v, int keys, const Vec (&alpha)[kRowVecs],
+FORGE_INLINE void add_values(const Real* p, const Real* v, int keys, const Merge (&merge)[kRowVecs],
                              bool fresh, Real* o) {
   Vec acc[Channels][kRowVecs];
   FORGE_UNROLL
@@ -144,7 +145,7 @@ FORGE_INLINE void add_values(const Real* p, const Real* v, int keys, const Vec (
     FORGE_UNROLL
     for (int c = 0; c < kRowVecs; ++c) {
       Real* at = o + r * kRowBlock + c * kLanes;
-      store(at, fresh ? acc[r][c] : fma(load(at), alpha[c], acc[r][c]));
+      store(at, fresh ? acc[r][c] : merge[c](load(at), acc[r][c]));
     }
   }
 }
@@ -152,11 +153,11 @@ FORGE_INLINE void add_values(const Real* p, const Real* v, int keys, const Vec (
 // The last panel of a head size that is no multiple of kStep.
 template <int Channels>
 FORGE_INLINE void add_last_values(int channels, const Real* p, const Real* v, int keys,
-                                  const Vec (&alpha)[kRowVecs], bool fresh, Real* o) {
+                                  const Merge (&merge)[kRowVecs], bool fresh, Real* o) {
   if (channels == Channels) {
-    add_values<Channels>(p, v, keys, alpha, fresh, o);
+    add_values<Channels>(p, v, keys, merge, fresh, o);
   } else if constexpr (Channels > 1) {
-    add_last_values<Channels - 1>(channels, p, v, keys, alpha, fresh, o);
+    add_last_values<Channels - 1>(channels, p, v, keys, merge, fresh, o);
   }
 }
 
@@ -165,7 +166,7 @@ FORGE_INLINE void add_last_values(int channels, const Real* p, const Real* v, in
 // elsewhere.
 FORGE_NOINLINE void add_visible_values(const RowBlock& block, const KeyTile& tile,
                                        const KeySpan& span, Int64 hd, const Real* scores,
-                                       const Vec (&alpha)[kRowVecs]) {
+                                       const Merge (&merge)[kRowVecs]) {
   for (Int64 channel = 0; channel < hd; ++channel) {
     const Real* v = tile.v + channel / kStep * tile.v_panel + channel % kStep;
     for (int c = 0; c < kRowVecs; ++c) {
@@ -175,23 +176,23 @@ FORGE_NOINLINE void add_visible_values(const RowBlock& block, const KeyTile& til
         acc = select(sees(span, key, c), fma(broadcast(v[key * kStep]), p, acc), acc);
       }
       Real* at = block.o + channel * kRowBlock + c * kLanes;
-      store(at, block.fresh ? acc : fma(load(at), alpha[c], acc));
+      store(at, block.fresh ? acc : merge[c](load(at), acc));
     }
   }
 }
 
 FORGE_NOINLINE void add_all_values(const RowBlock& block, const KeyTile& tile, const KeySpan& span,
-                                   Int64 hd, const Real* scores, const Vec (&alpha)[kRowVecs]) {
+                                   Int64 hd, const Real* scores, const Merge (&merge)[kRowVecs]) {
   const Real* p = scores + span.from * kRowBlock;
   const Real* v = tile.v + span.from * kStep;
   const int keys = span.to - span.from;
   Real* o = block.o;
   Int64 channel = 0;
   for (; channel + kStep <= hd; channel += kStep, v += tile.v_panel, o += kStep * kRowBlock) {
-    add_values<kStep>(p, v, keys, alpha, block.fresh, o);
+    add_values<kStep>(p, v, keys, merge, block.fresh, o);
   }
   if (channel < hd) {
-    add_last_values<kStep - 1>(static_cast<int>(hd - channel), p, v, keys, alpha, block.fresh, o);
+    add_last_values<kStep - 1>(static_cast<int>(hd - channel), p, v, keys, merge, block.fresh, o);
   }
 }
 
@@ -199,14 +200,15 @@ FORGE_NOINLINE void add_all_values(const RowBlock& block, const KeyTile& tile, c
 template <typename Map>
 FORGE_INLINE void add_tile(const RowBlock& block, const KeyTile& tile, const KeySpan& span,
                            Int64 hd, const Map& map, Real* scores) {
-  Vec largest[kRowVecs], alpha[kRowVecs];
+  Vec largest[kRowVecs];
+  Merge merge[kRowVecs];
   score_span(block, tile, hd, map, span, scores, largest);
-  softmax_span(block, span, scores, largest, alpha);
+  softmax_span(block, span, scores, largest, merge);
   const bool whole = span.from >= span.full_from && span.to <= span.full_to;
   if (whole || tile.v_finite) {
-    add_all_values(block, tile, span, hd, scores, alpha);
+    add_all_values(block, tile, span, hd, scores, merge);
   } else {
-    add_visible_values(block, tile, span, hd, scores, alpha);
+    add_visible_values(block, tile, span, hd, scores, merge);
   }
 }
 
