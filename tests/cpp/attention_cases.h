@@ -11,7 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "core/cpu_target.h"
 #include "core/problem.h"
+#include "cpu/attention.h"
 
 namespace forge_test {
 
@@ -171,6 +173,27 @@ inline forge::Problem problem_of(const Case& c, const Arrays& arrays) {
     problem.ranges.push_back({c.offset(b), c.start(b), c.end(b)});
   }
   return problem;
+}
+
+struct ForwardResult {
+  std::vector<float> o, row_max, row_sum;  // o: [B, Tq, H, hd] contiguous
+};
+
+// Every element is written to.
+inline ForwardResult run_forward(const Case& c, const Arrays& arrays, forge::CpuTarget target) {
+  ForwardResult result;
+  const float unset = 12345.0f;
+  result.o.assign(static_cast<std::size_t>(c.B * c.Tq * c.H * c.hd), unset);
+  result.row_max.assign(static_cast<std::size_t>(c.B * c.H * c.Tq), unset);
+  result.row_sum = result.row_max;
+  forge::ForwardArrays<float> in{};
+  in.q = arrays.q.base();
+  in.k = arrays.k.base();
+  in.v = arrays.v.base();
+  in.o = result.o.data();
+  in.stats = {result.row_max.data(), result.row_sum.data()};
+  forge::cpu::attention_fwd(problem_of(c, arrays), in, target);
+  return result;
 }
 
 struct OracleRow {

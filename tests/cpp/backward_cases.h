@@ -55,32 +55,24 @@ inline std::vector<float> start_values(std::int64_t count, bool accumulate) {
 
 inline Gradients run(const Call& call, CpuTarget target) {
   const Case& c = call.c;
-  const std::size_t rows = static_cast<std::size_t>(c.B * c.H * c.Tq);
-  std::vector<float> o(rows * static_cast<std::size_t>(c.hd)), row_max(rows), row_sum(rows);
+  ForwardResult forward = run_forward(c, call.in, target);
   forge::Problem problem = problem_of(c, call.in);
   auto& p = problem.params;
   p.dout = call.dout.strides();
   p.dq = {c.Tq * c.H * c.hd, c.H * c.hd, c.hd, 0};
   p.dk = p.dv = {c.Tk * c.Hkv * c.hd, c.Hkv * c.hd, c.hd, 0};
-  forge::ForwardArrays<float> forward{};
-  forward.q = call.in.q.base();
-  forward.k = call.in.k.base();
-  forward.v = call.in.v.base();
-  forward.o = o.data();
-  forward.stats = {row_max.data(), row_sum.data()};
-  forge::cpu::attention_fwd(problem, forward, target);
   Gradients out;
   out.dq = start_values(c.B * c.Tq * c.H * c.hd, call.accumulate);
   out.dk = start_values(c.B * c.Tk * c.Hkv * c.hd, call.accumulate);
   out.dv = out.dk;
   forge::BackwardArrays<float> arrays{};
-  arrays.q = forward.q;
-  arrays.k = forward.k;
-  arrays.v = forward.v;
-  arrays.o = o.data();
+  arrays.q = call.in.q.base();
+  arrays.k = call.in.k.base();
+  arrays.v = call.in.v.base();
+  arrays.o = forward.o.data();
   arrays.dout = call.dout.base();
   arrays.dlse = call.dlse.empty() ? nullptr : call.dlse.data();
-  arrays.stats = {row_max.data(), row_sum.data()};
+  arrays.stats = {forward.row_max.data(), forward.row_sum.data()};
   arrays.dq = out.dq.data();
   arrays.dk = out.dk.data();
   arrays.dv = out.dv.data();

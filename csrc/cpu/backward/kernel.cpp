@@ -33,8 +33,7 @@ void row_gradients(const BackwardBlock& block) {
 
 }  // namespace
 
-extern const BackwardKernels kBackwardKernels = {kLanes,        kRowVecs * kLanes, kMaxTileRows,
-                                                 load_rows,     load_keys,         scores,
-                                                 key_gradients, row_gradients,     store_dq};
+extern const BackwardKernels kBackwardKernels = {kLanes, kMaxTileRows,  load_rows,     load_keys,
+                                                 scores, key_gradients, row_gradients, store_dq};
 
 }  // namespace forge::cpu::FORGE_TARGET

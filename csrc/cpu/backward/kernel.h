@@ -73,9 +73,8 @@ struct BackwardBlock {
 
 struct BackwardKernels {
   int lanes;
-  int row_panel;  // rows that the scores take at a time
   int tile_rows;  // of the largest register tile: what scratch must hold past the last row and key
-  // Packs the rows, computes their d_row, clears dq.
+  // Packs the rows, computes their d_row.
   void (*load_rows)(const BackwardProblem&, BackwardBlock&);
   // Packs a tile of keys; says whether it is an edge.
   void (*load_keys)(const BackwardProblem&, BackwardBlock&);

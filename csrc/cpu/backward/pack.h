@@ -147,7 +147,6 @@ FORGE_INLINE void prefetch_row(const AttnParams& params, const RowArrays<Stored,
 template <typename Stored, typename Out>
 FORGE_INLINE void load_rows_of(const BackwardProblem& problem, const RowArrays<Stored, Out>& arrays,
                                BackwardBlock& block) {
-  const BackwardTiling& tiling = block.tiling;
   const Int64 row_vecs = ceil_div(block.rows, kLanes);
   RowCursor place = row_cursor(problem.params, block.kv_head, block.row_begin);
   RowCursor ahead = place;
@@ -166,8 +165,6 @@ FORGE_INLINE void load_rows_of(const BackwardProblem& problem, const RowArrays<S
     panel += width;
   }
   block.rows_finite = all_zero(zeros);
-  const Int64 elements = block.rows * tiling.channels;
-  for (Int64 at = 0; at < elements; at += kLanes) store(block.dq + at, Vec{});
 }
 
 void load_rows(const BackwardProblem& problem, BackwardBlock& block) {

@@ -5,8 +5,8 @@
 // in descending order of their rows, each waiting for its predecessor: tasks start in that order,
 // so a predecessor is always running or done, and it is usually a tile ahead. So there are no
 // copies of dk and dv to add up, and no sum depends on which thread did what. With a single block
-// (short queries) the tiles are split between tasks instead, each with a dq of its own; these are
-// added up in order.
+// (short queries) the keys are cut into splits instead, each with a dq of its own, which are added
+// up in order.
 #include <algorithm>
 #include <atomic>
 #include <mutex>
@@ -17,14 +17,15 @@
 #include "core/thread_pool.h"
 #include "core/zero_fill.h"
 #include "cpu/attention.h"
-#include "cpu/kernel_tables.h"
 #include "cpu/scratch.h"
+#include "cpu/splits.h"
 
 namespace forge::cpu {
 
 namespace {
 
-// Everything here follows from the problem and the target, never from the number of threads.
+// What decides the order of a sum follows from the head size, the target and the rows and keys of
+// one kv head, never from the batch, the other kv heads or the number of threads.
 struct Plan {
   BackwardTiling tiling;
   Int64 lanes;
@@ -33,23 +34,53 @@ struct Plan {
   Int64 groups;      // B * Hkv
   Int64 blocks;      // of a kv head
   Int64 tiles;       // of its keys
-  Int64 splits;      // of the tiles, if blocks is 1
+  Int64 splits;      // of the keys at most, if blocks is 1: each has a dq of its own
+  bool shares;       // a task for each split; else for each kv head: the sums are the same
 };
 
 // Rows of a block: many, so that keys and their gradients stream past few times, but few enough for
-// the packed rows (five times rows * hd) to stay in the second-level cache, and for kWantedBlocks
-// to come of it where the problem is small.
-Int64 block_rows(const Plan& plan, Int64 hd, Int64 row_panel) {
-  constexpr Int64 kWantedBlocks = 8, kLeastRows = 64;
+// the packed rows (five times rows * hd) to stay in the second-level cache.
+Int64 block_rows(const Plan& plan, Int64 hd) {
   const Int64 most = hd <= 128 ? 192 : 96;
-  const Int64 wanted = ceil_div(plan.group_rows * plan.groups, kWantedBlocks);
-  const Int64 rows = round_up(std::clamp(wanted, kLeastRows, most), row_panel);
-  return std::min(rows, round_up(plan.group_rows, plan.lanes));
+  return std::min(most, round_up(plan.group_rows, plan.lanes));
 }
 
-Plan make_plan(const AttnParams& params, const BackwardKernels& kernels) {
+// Tiles of a split of keys that some row of a kv head sees: they begin at multiples of it.
+Int64 split_tiles(IndexRange tiles) {
+  constexpr Int64 kLeastTiles = 6, kMostSplits = 16;
+  Int64 size = kLeastTiles;
+  while (ceil_div(tiles.end, size) - tiles.begin / size > kMostSplits) size *= 2;
+  return size;
+}
+
+// The tiles that hold some keys.
+IndexRange tiles_of(const BackwardTiling& tiling, IndexRange keys) {
+  if (is_empty(keys)) return nothing();
+  return {keys.begin / tiling.keys, ceil_div(keys.end, tiling.keys)};
+}
+
+// The splits that those tiles are in.
+IndexRange splits_of(IndexRange tiles) {
+  if (is_empty(tiles)) return nothing();
+  const Int64 size = split_tiles(tiles);
+  return {tiles.begin / size, ceil_div(tiles.end, size)};
+}
+
+Int64 most_splits(const BackwardProblem& problem, const Plan& plan) {
+  const AttnParams& params = problem.params;
+  Int64 most = 1;
+  for (Int64 b = 0; b < params.B; ++b) {
+    const AttnBand band = attn_band(params, problem.ranges[b]);
+    const IndexRange splits =
+        splits_of(tiles_of(plan.tiling, keys_of_rows(params, band, {0, plan.group_rows})));
+    most = std::max(most, splits.end - splits.begin);
+  }
+  return most;
+}
+
+Plan make_plan(const BackwardProblem& problem, const BackwardKernels& kernels, int threads) {
   constexpr Int64 kTileKeys = 48, kLine = 16;  // a cache line holds 16 floats
-  constexpr Int64 kSplitKeys = 256, kMostSplits = 16;
+  const AttnParams& params = problem.params;
   Plan plan{};
   plan.lanes = kernels.lanes;
   plan.tile_rows = kernels.tile_rows;
@@ -58,14 +89,15 @@ Plan make_plan(const AttnParams& params, const BackwardKernels& kernels) {
   BackwardTiling& tiling = plan.tiling;
   tiling.hd = params.hd;
   tiling.channels = round_up(params.hd, plan.lanes);
-  tiling.rows = std::max(plan.lanes, block_rows(plan, params.hd, kernels.row_panel));
+  tiling.rows = std::max(plan.lanes, block_rows(plan, params.hd));
   tiling.keys = std::clamp<Int64>(params.Tk, 1, kTileKeys);
   // An odd number of cache lines, so that a column of keys falls into different sets.
   tiling.key_stride = (ceil_div(tiling.channels, kLine) | 1) * kLine;
   tiling.pair_stride = (ceil_div(tiling.rows + plan.tile_rows, kLine) | 1) * kLine;
   plan.blocks = ceil_div(plan.group_rows, tiling.rows);
   plan.tiles = ceil_div(params.Tk, tiling.keys);
-  plan.splits = plan.blocks == 1 ? std::clamp<Int64>(params.Tk / kSplitKeys, 1, kMostSplits) : 1;
+  plan.splits = plan.blocks == 1 ? most_splits(problem, plan) : 1;
+  plan.shares = plan.splits > 1 && plan.groups < wanted_tasks(threads);
   return plan;
 }
 
@@ -170,8 +202,8 @@ class Backward {
   Backward(const BackwardProblem& problem, const BackwardKernels& kernels)
       : problem_(problem),
         kernels_(kernels),
-        plan_(make_plan(problem.params, kernels)),
         threads_(num_threads()),
+        plan_(make_plan(problem, kernels, threads_)),
         workers_(static_cast<std::size_t>(worker_count())),
         queue_(plan_.groups, plan_.blocks, workers_.size()),
         turns_(static_cast<std::size_t>(plan_.groups * plan_.tiles)),
@@ -192,14 +224,15 @@ class Backward {
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
       open(block, item.group, item.block);
       kernels_.load_rows(problem_, block);
-      walk(block, item.group, tiles_of(block.any));
+      walk(block, item.group, tiles_of(plan_.tiling, block.any));
       kernels_.store_dq(problem_, block, block.dq, 1);
     });
   }
 
  private:
   Int64 worker_count() const {
-    return std::min<Int64>(threads_, plan_.groups * std::max(plan_.blocks, plan_.splits));
+    const Int64 tasks = plan_.shares ? plan_.splits : plan_.blocks;
+    return std::min<Int64>(threads_, plan_.groups * tasks);
   }
   // 64 bytes more than whole pages: workers' scratch then starts in different cache sets.
   Int64 block_bytes() const {
@@ -208,7 +241,8 @@ class Backward {
   }
   Int64 partial_bytes() const {
     if (plan_.splits == 1) return 0;
-    return plan_.groups * plan_.splits * split_elements() * static_cast<Int64>(sizeof(float));
+    const Int64 places = plan_.shares ? plan_.groups : worker_count();
+    return places * plan_.splits * split_elements() * static_cast<Int64>(sizeof(float));
   }
   Int64 split_elements() const { return plan_.group_rows * plan_.tiling.channels; }
 
@@ -222,27 +256,22 @@ class Backward {
     find_keys(problem_, block);
   }
 
-  // The tiles that hold some keys.
-  IndexRange tiles_of(IndexRange keys) const {
-    if (is_empty(keys)) return nothing();
-    return {keys.begin / plan_.tiling.keys, ceil_div(keys.end, plan_.tiling.keys)};
-  }
-
   IndexRange rows_of_block(Int64 index) const {
     return {index * plan_.tiling.rows, std::min((index + 1) * plan_.tiling.rows, plan_.group_rows)};
   }
 
   // Tiles that some row of a block sees, without a block at hand.
-  IndexRange tiles_of(Int64 b, Int64 index) const {
+  IndexRange tiles_of_block(Int64 b, Int64 index) const {
     const AttnParams& params = problem_.params;
-    return tiles_of(
-        keys_of_rows(params, attn_band(params, problem_.ranges[b]), rows_of_block(index)));
+    return tiles_of(plan_.tiling, keys_of_rows(params, attn_band(params, problem_.ranges[b]),
+                                               rows_of_block(index)));
   }
 
   void walk(BackwardBlock& block, Int64 group, IndexRange tiles) {
+    std::fill_n(block.dq, block.rows * plan_.tiling.channels, 0.0f);
     const Int64 index = block.row_begin / plan_.tiling.rows;
     IndexRange before = nothing();
-    if (index + 1 < plan_.blocks) before = tiles_of(block.b, index + 1);
+    if (index + 1 < plan_.blocks) before = tiles_of_block(block.b, index + 1);
     for (Int64 tile = tiles.begin; tile < tiles.end; ++tile) {
       if (stop_requested()) return;
       block.tile_begin = tile * plan_.tiling.keys;
@@ -268,27 +297,53 @@ class Backward {
     return true;
   }
 
+  // One block, its keys in splits, each with a dq of its own; these are added up in order.
   void run_splits() {
+    if (!plan_.shares) {
+      parallel_for(plan_.groups, threads_, [&](std::int64_t group, int worker) {
+        BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
+        open(block, group, 0);
+        kernels_.load_rows(problem_, block);
+        walk_splits(block, group, worker, {0, plan_.splits});
+        store_splits(block, worker);
+      });
+      return;
+    }
     parallel_for(plan_.groups * plan_.splits, threads_, [&](std::int64_t task, int worker) {
       const Int64 group = task / plan_.splits, split = task % plan_.splits;
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
-      float* const own_dq = block.dq;
-      block.dq = partial_dq_ + task * split_elements();
       open(block, group, 0);
       kernels_.load_rows(problem_, block);
-      const IndexRange tiles = tiles_of(block.any);
-      const Int64 count = tiles.end - tiles.begin;
-      walk(block, group,
-           {tiles.begin + count * split / plan_.splits,
-            tiles.begin + count * (split + 1) / plan_.splits});
-      block.dq = own_dq;
+      walk_splits(block, group, group, {split, split + 1});
     });
     parallel_for(plan_.groups, threads_, [&](std::int64_t group, int worker) {
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
       open(block, group, 0);
-      kernels_.store_dq(problem_, block, partial_dq_ + group * plan_.splits * split_elements(),
-                        plan_.splits);
+      store_splits(block, group);
     });
+  }
+
+  // `place`: whose partial dq to use.
+  float* partial_dq(Int64 place, Int64 split) const {
+    return partial_dq_ + (place * plan_.splits + split) * split_elements();
+  }
+
+  // Splits counted from the first that the block's rows see, as many of them as there are.
+  void walk_splits(BackwardBlock& block, Int64 group, Int64 place, IndexRange wanted) {
+    const IndexRange tiles = tiles_of(plan_.tiling, block.any), splits = splits_of(tiles);
+    const Int64 size = split_tiles(tiles), count = splits.end - splits.begin;
+    float* const own_dq = block.dq;
+    for (Int64 split = wanted.begin; split < std::min(wanted.end, count); ++split) {
+      const Int64 begin = (splits.begin + split) * size;
+      block.dq = partial_dq(place, split);
+      walk(block, group, overlap(tiles, {begin, begin + size}));
+    }
+    block.dq = own_dq;
+  }
+
+  void store_splits(BackwardBlock& block, Int64 place) {
+    const IndexRange splits = splits_of(tiles_of(plan_.tiling, block.any));
+    kernels_.store_dq(problem_, block, partial_dq(place, 0), splits.end - splits.begin);
   }
 
   // Zeros for the tiles of keys that no row sees.
@@ -299,7 +354,7 @@ class Backward {
     for (Int64 b = 0; b < params.B; ++b) {
       std::fill(seen.begin(), seen.end(), 0);
       for (Int64 index = 0; index < plan_.blocks; ++index) {
-        const IndexRange tiles = tiles_of(b, index);
+        const IndexRange tiles = tiles_of_block(b, index);
         std::fill(seen.begin() + tiles.begin, seen.begin() + tiles.end, 1);
       }
       for (Int64 j = 0; j < params.Tk; ++j) {
@@ -316,13 +371,13 @@ class Backward {
 
   const BackwardProblem problem_;
   const BackwardKernels& kernels_;
-  const Plan plan_;
   const int threads_;
+  const Plan plan_;
   std::vector<BackwardBlock> workers_;
   BlockQueue queue_;
   std::vector<std::atomic<Int32>> turns_;  // [groups][tiles]: the block that added to it last
   Scratch scratch_;
-  float* partial_dq_;  // [groups][splits][rows][channels]
+  float* partial_dq_;  // [groups, or workers][splits][rows][channels]
 };
 
 }  // namespace

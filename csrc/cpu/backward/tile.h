@@ -83,8 +83,8 @@ struct ScorePanels {
     }
   }
 
+  // Not inlined, nor is ds_group: the chains then keep all registers.
   template <int Vecs>
-  // Not inlined: the chains then keep all registers.
   FORGE_NOINLINE void score_group(const Real* q, Int64 row, Int64 key) const {
     constexpr int kRows = tile_rows<Vecs>();
     const BackwardTiling& tiling = block.tiling;
@@ -100,7 +100,7 @@ struct ScorePanels {
   }
 
   template <int Vecs>
-  FORGE_MEMBER void ds_group(const Real* dout, Int64 row, Int64 key) const {
+  FORGE_NOINLINE void ds_group(const Real* dout, Int64 row, Int64 key) const {
     constexpr int kRows = tile_rows<Vecs>();
     const BackwardTiling& tiling = block.tiling;
     Vec acc[kRows][Vecs];
@@ -167,13 +167,12 @@ struct Sink {
 };
 
 FORGE_INLINE Sink from_row(const Sink& sink, Int64 row) {
-  Sink rest = sink;
-  rest.at += row * sink.stride;
-  rest.rows -= row;
-  return rest;
+  // Member by member: a copy to change would go through memory, and wait for it.
+  return {sink.at + row * sink.stride, sink.stride, sink.rows - row, sink.hd, sink.alpha, sink.add};
 }
 
-// sink = or += alpha * acc, channels from `channel` on.
+// sink = or += alpha * acc, channels from `channel` on. A zero that is stored is +0, like a sum's:
+// its sign would tell which zeros acc has been through.
 template <int Rows, int Vecs>
 FORGE_INLINE void put(const Sink& sink, Int64 channel, const Vec (&acc)[Rows][Vecs]) {
   const Vec alpha = broadcast(sink.alpha);
@@ -184,7 +183,7 @@ FORGE_INLINE void put(const Sink& sink, Int64 channel, const Vec (&acc)[Rows][Ve
       FORGE_UNROLL
       for (int v = 0; v < Vecs; ++v) {
         Real* at = sink.at + m * sink.stride + channel + v * kLanes;
-        store(at, add ? fma(acc[m][v], alpha, load(at)) : acc[m][v] * alpha);
+        store(at, fma(acc[m][v], alpha, add ? load(at) : Vec{}));
       }
     }
     return;
@@ -197,7 +196,7 @@ FORGE_INLINE void put(const Sink& sink, Int64 channel, const Vec (&acc)[Rows][Ve
       const Int64 at = channel + v * kLanes;
       Real* row = sink.at + m * sink.stride;
       const Vec old = add ? load_within(row, at, sink.hd) : Vec{};
-      store_within(row, at, sink.hd, add ? fma(acc[m][v], alpha, old) : acc[m][v] * alpha);
+      store_within(row, at, sink.hd, fma(acc[m][v], alpha, old));
     }
   }
 }
