@@ -94,7 +94,10 @@ void attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays, C
       params, arrays.q, arrays.k, arrays.v, arrays.o, arrays.stats.row_max, arrays.stats.row_sum};
   const Forward forward = {problem, call, kernel_tables(target), rows_of_group(params),
                            kv_heads(params)};
-  if (forward.rows <= forward.kernels.decode.most_rows && params.Tk >= 128) {
+  // Against few keys packing a block of rows would cost more than the rows.
+  const Int64 most_rows =
+      params.Tk >= 128 ? forward.kernels.decode.most_rows : forward.kernels.forward.row_block / 2;
+  if (forward.rows <= most_rows) {
     run_decode(forward);
   } else {
     run_tiles(forward);
