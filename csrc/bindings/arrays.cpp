@@ -35,15 +35,14 @@ MemoryBlock owner_of(py::array array) {
 
 }  // namespace
 
-ArrayView view_of(const py::handle& object, const std::string& name) {
+Operand operand_of(const py::handle& object, const std::string& name) {
   const py::array array = array_of(object, name);
   const py::dtype dtype = array.dtype();
-  ArrayView view;
-  view.name = name;
+  Operand operand;
   if (dtype.kind() == 'f' && dtype.itemsize() == 4) {
-    view.dtype = DType::kFloat32;
+    operand.dtype = DType::kFloat32;
   } else if (dtype.kind() == 'f' && dtype.itemsize() == 8) {
-    view.dtype = DType::kFloat64;
+    operand.dtype = DType::kFloat64;
   } else {
     throw TypeError(name + " must be float32 or float64, got " + std::string(py::str(dtype)));
   }
@@ -53,15 +52,21 @@ ArrayView view_of(const py::handle& object, const std::string& name) {
     throw std::invalid_argument(name + " must be aligned and of native byte order, got " +
                                 (native ? "a misaligned array" : "a byte-swapped one"));
   }
-  view.data = const_cast<void*>(array.data());
-  view.writeable = array.writeable();
-  if (view.writeable) view.owner = owner_of(array);
-  for (py::ssize_t axis = 0; axis < array.ndim(); ++axis) {
-    view.shape.push_back(array.shape(axis));
-    // Strides of axes shorter than 2 are arbitrary in NumPy and never used.
-    view.strides.push_back(array.shape(axis) < 2 ? 0 : array.strides(axis) / dtype.itemsize());
+  if (array.ndim() > 4) {
+    throw std::invalid_argument(name + " must have at most 4 axes, got " +
+                                std::to_string(array.ndim()));
   }
-  return view;
+  operand.data = const_cast<void*>(array.data());
+  operand.writeable = array.writeable();
+  if (operand.writeable) operand.owner = owner_of(array);
+  operand.ndim = static_cast<int>(array.ndim());
+  for (std::size_t axis = 0; axis < static_cast<std::size_t>(operand.ndim); ++axis) {
+    const auto at = static_cast<py::ssize_t>(axis);
+    operand.shape[axis] = array.shape(at);
+    // Strides of axes shorter than 2 are arbitrary in NumPy and never used.
+    operand.strides[axis] = array.shape(at) < 2 ? 0 : array.strides(at) / dtype.itemsize();
+  }
+  return operand;
 }
 
 std::vector<AttnRange> ranges_of(const py::handle& object) {

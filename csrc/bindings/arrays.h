@@ -6,14 +6,14 @@
 
 #include <string>
 
-#include "core/validate.h"
+#include "core/problem.h"
 
 namespace forge::bindings {
 
 // The array's memory, never a copy or a cast. Throws TypeError for what is no array or of another
-// dtype than float32 and float64, std::invalid_argument for memory that kernels cannot read in
-// place (byte-swapped, misaligned).
-ArrayView view_of(const pybind11::handle& object, const std::string& name);
+// dtype than float32 and float64, std::invalid_argument for more than four axes and for memory that
+// kernels cannot read in place (byte-swapped, misaligned).
+Operand operand_of(const pybind11::handle& object, const std::string& name);
 
 // Records {query_offset, key_start, key_end} from a C-contiguous int64 array [B, 3].
 std::vector<AttnRange> ranges_of(const pybind11::handle& object);

@@ -4,7 +4,7 @@
 
 namespace forge::bindings {
 
-// Adds attention_fwd, attention_bwd and the four materialized kernels to the module.
+// Adds run to the module: one call with all its arrays, checked.
 void register_attention(pybind11::module_& module);
 
 }  // namespace forge::bindings

@@ -76,22 +76,22 @@ Options options_of(const py::dict& given) {
   return options;
 }
 
-Options materialized_options_of(const py::dict& given) {
-  Options options = options_of(given);
-  options.kernel = "materialized";
-  return options;
+Family family_of(const Options& options) {
+  if (options.kernel == "fused") return Family::kFused;
+  if (options.kernel == "materialized") return Family::kMaterialized;
+  throw std::invalid_argument("kernel must be 'fused' or 'materialized', got '" + options.kernel +
+                              "'");
 }
 
 void set_options(const Options& options, Problem& problem) {
-  AttnParamsOf<double>& params = problem.params;
-  params.causal = options.causal ? 1 : 0;
-  params.window_left = options.window_left;
-  params.window_right = options.window_right;
-  params.scale = options.scale;
-  params.softcap = options.softcap;
+  problem.causal = options.causal;
+  problem.window_left = options.window_left;
+  problem.window_right = options.window_right;
+  problem.scale = options.scale;
+  problem.softcap = options.softcap;
   if (options.ranges.is_none()) {
-    problem.ranges.assign(static_cast<std::size_t>(params.B),
-                          {params.Tk - params.Tq, 0, params.Tk});
+    problem.ranges.assign(static_cast<std::size_t>(problem.B),
+                          {problem.Tk - problem.Tq, 0, problem.Tk});
   } else {
     problem.ranges = ranges_of(options.ranges);
   }

@@ -28,8 +28,8 @@ struct Options {
 // problem later. The values are checked by core/validate.
 Options options_of(const pybind11::dict& given);
 
-// The same for the four kernels, which are materialized whatever the options say.
-Options materialized_options_of(const pybind11::dict& given);
+// Throws std::invalid_argument for another kernel than the two.
+Family family_of(const Options& options);
 
 // Sets what the options say of a problem whose sizes are set: mask, scale and key ranges.
 void set_options(const Options& options, Problem& problem);

@@ -31,16 +31,32 @@ const py::detail::PyArray_Proxy* plain_array(PyObject* object) {
   return unit ? array : nullptr;
 }
 
+// Contiguous axes in front of the float at `data`.
 template <std::size_t N>
-py::object new_array(const std::array<Int64, N>& shape) {
+Operand contiguous(float* data, const std::array<Int64, N>& shape) {
+  Operand operand;
+  operand.data = data;
+  operand.ndim = N;
+  operand.writeable = true;
+  Int64 stride = 1;
+  for (std::size_t axis = N; axis-- > 0;) {
+    operand.shape[axis] = shape[axis];
+    operand.strides[axis] = stride;
+    stride *= shape[axis];
+  }
+  return operand;
+}
+
+// An array of `extents`, seen as `shape`.
+template <std::size_t N, std::size_t M>
+NewArray new_array(const std::array<py::ssize_t, N>& extents, const std::array<Int64, M>& shape) {
   const auto& api = py::detail::npy_api::get();
   Py_INCREF(float32());
-  std::array<py::ssize_t, N> extents;
-  std::copy(shape.begin(), shape.end(), extents.begin());
   PyObject* array = api.PyArray_NewFromDescr_(api.PyArray_Type_, float32(), static_cast<int>(N),
                                               extents.data(), nullptr, nullptr, 0, nullptr);
   if (array == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(array);
+  return {py::reinterpret_steal<py::object>(array),
+          contiguous(reinterpret_cast<float*>(py::detail::array_proxy(array)->data), shape)};
 }
 
 }  // namespace
@@ -52,59 +68,52 @@ std::optional<HeadsView> heads_view(PyObject* object, Int64 heads) {
   const auto stride = [&](int axis) -> Int64 {
     return extent[axis] < 2 ? 0 : array->strides[axis] / static_cast<Int64>(sizeof(float));
   };
-  HeadsView view{};
-  view.data = reinterpret_cast<float*>(array->data);
-  view.B = extent[0];
-  view.T = extent[1];
+  HeadsView view;
   view.ndim = array->nd;
+  Operand& to = view.heads;
+  to.data = array->data;
+  to.ndim = 4;
   if (array->nd == 4) {
-    view.heads = extent[2];
-    view.hd = extent[3];
-    view.strides = {stride(0), stride(1), stride(2), 0};
+    to.shape = {extent[0], extent[1], extent[2], extent[3]};
+    to.strides = {stride(0), stride(1), stride(2), 1};
     return view;
   }
   if (heads < 1 || extent[2] % heads != 0) return std::nullopt;
-  view.heads = heads;
-  view.hd = extent[2] / heads;
-  view.strides = {stride(0), stride(1), heads < 2 ? 0 : view.hd, 0};
+  const Int64 hd = extent[2] / heads;
+  to.shape = {extent[0], extent[1], heads, hd};
+  to.strides = {stride(0), stride(1), heads < 2 ? 0 : hd, 1};
   return view;
 }
 
-bool same_shape(const HeadsView& a, const HeadsView& b) {
-  return a.B == b.B && a.T == b.T && a.heads == b.heads && a.hd == b.hd;
-}
+bool same_shape(const HeadsView& a, const HeadsView& b) { return a.heads.shape == b.heads.shape; }
 
-const float* row_statistics(PyObject* object, const HeadsView& q) {
+std::optional<Operand> row_statistics(PyObject* object, const HeadsView& q) {
   const auto* array = plain_array(object);
-  const bool contiguous =
+  const bool contiguous_array =
       array != nullptr && (array->flags & py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_) != 0;
-  if (!contiguous || array->nd != 3 || array->dimensions[0] != q.B ||
-      array->dimensions[1] != q.heads || array->dimensions[2] != q.T) {
-    return nullptr;
+  if (!contiguous_array || array->nd != 3 || array->dimensions[0] != q.B() ||
+      array->dimensions[1] != q.H() || array->dimensions[2] != q.T()) {
+    return std::nullopt;
   }
-  return reinterpret_cast<const float*>(array->data);
+  return contiguous<3>(reinterpret_cast<float*>(array->data), {q.B(), q.H(), q.T()});
 }
 
 bool fit_together(const HeadsView& q, const HeadsView& k, const HeadsView& v) {
-  const bool same = v.T == k.T && v.heads == k.heads && v.hd == k.hd;
-  const bool agree = k.B == q.B && v.B == q.B && k.hd == q.hd && k.ndim == q.ndim &&
-                     v.ndim == q.ndim && q.heads % k.heads == 0;
-  return same && agree && std::max(q.heads, q.hd) <= INT_MAX;
+  const bool agree = k.B() == q.B() && k.hd() == q.hd() && k.ndim == q.ndim && v.ndim == q.ndim &&
+                     q.H() % k.H() == 0;
+  return same_shape(k, v) && agree && std::max(q.H(), q.hd()) <= INT_MAX;
 }
 
-py::object new_heads(int ndim, Int64 B, Int64 T, Int64 heads, Int64 hd) {
-  if (ndim == 4) return new_array<4>({B, T, heads, hd});
-  return new_array<3>({B, T, heads * hd});
+NewArray new_heads(const HeadsView& like) {
+  const std::array<Int64, 4>& shape = like.heads.shape;
+  if (like.ndim == 4) {
+    return new_array<4, 4>({shape[0], shape[1], shape[2], shape[3]}, shape);
+  }
+  return new_array<3, 4>({shape[0], shape[1], shape[2] * shape[3]}, shape);
 }
 
-py::object new_rows(const HeadsView& q) { return new_array<3>({q.B, q.heads, q.T}); }
-
-float* data_of(const py::object& array) {
-  return reinterpret_cast<float*>(py::detail::array_proxy(array.ptr())->data);
-}
-
-AttnStrides contiguous_strides(Int64 T, Int64 heads, Int64 hd) {
-  return {T * heads * hd, heads * hd, hd, 0};
+NewArray new_rows(const HeadsView& q) {
+  return new_array<3, 3>({q.B(), q.H(), q.T()}, {q.B(), q.H(), q.T()});
 }
 
 }  // namespace forge::bindings

@@ -5,19 +5,21 @@
 
 #include <optional>
 
-#include "shared/attn_params.h"
+#include "core/operands.h"
 
 namespace forge::bindings {
 
 // A plain array as [B, T, heads, hd]: an ndarray, no subclass, of aligned float32 in native order,
 // without an axis of no extent and with a last axis of unit stride.
 struct HeadsView {
-  float* data;
-  Int64 B, T, heads, hd;
-  AttnStrides strides;
-  int ndim;  // 4, or 3 where heads and hd share an axis
+  Operand heads;  // [B, T, heads, hd]
+  int ndim;       // 4, or 3 where heads and hd share an axis
 
-  Int64 rows() const { return B * T * heads; }
+  Int64 B() const { return heads.shape[0]; }
+  Int64 T() const { return heads.shape[1]; }
+  Int64 H() const { return heads.shape[2]; }
+  Int64 hd() const { return heads.shape[3]; }
+  Int64 rows() const { return B() * T() * H(); }
 };
 
 // Nothing for what is not plain. heads: of an array of three axes, at least 1.
@@ -27,14 +29,15 @@ std::optional<HeadsView> heads_view(PyObject* object, Int64 heads);
 bool fit_together(const HeadsView& q, const HeadsView& k, const HeadsView& v);
 bool same_shape(const HeadsView& a, const HeadsView& b);
 
-// The data of a plain, C-contiguous [B, H, Tq]; null for anything else.
-const float* row_statistics(PyObject* object, const HeadsView& q);
+// A plain, C-contiguous [B, H, Tq]; nothing for anything else.
+std::optional<Operand> row_statistics(PyObject* object, const HeadsView& q);
 
 // New C-contiguous float32 arrays. Throw py::error_already_set where there is no memory.
-pybind11::object new_heads(int ndim, Int64 B, Int64 T, Int64 heads, Int64 hd);
-pybind11::object new_rows(const HeadsView& q);  // [B, H, Tq]
-
-float* data_of(const pybind11::object& array);
-AttnStrides contiguous_strides(Int64 T, Int64 heads, Int64 hd);
+struct NewArray {
+  pybind11::object object;
+  Operand operand;
+};
+NewArray new_heads(const HeadsView& like);  // of its shape
+NewArray new_rows(const HeadsView& q);      // [B, H, Tq]
 
 }  // namespace forge::bindings

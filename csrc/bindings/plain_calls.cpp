@@ -60,8 +60,8 @@ bool real_of(PyObject* object, double& value) {
   return true;
 }
 
-bool bool_of(PyObject* object, Int32& value) {
-  value = object == Py_True ? 1 : 0;
+bool bool_of(PyObject* object, bool& value) {
+  value = object == Py_True;
   return PyBool_Check(object);
 }
 
@@ -116,8 +116,7 @@ enum Argument {
 };
 
 bool ranges_of_call(PyObject* const* given, Problem& problem) {
-  const AttnParamsOf<double>& params = problem.params;
-  AttnRange range = {params.Tk - params.Tq, 0, params.Tk};
+  AttnRange range = {problem.Tk - problem.Tq, 0, problem.Tk};
   const auto position = [&](Argument at, Int64& value) {
     return given[at] == Py_None || int_of(given[at], value);
   };
@@ -126,38 +125,35 @@ bool ranges_of_call(PyObject* const* given, Problem& problem) {
     return false;
   }
   const bool counts =
-      params.window_left >= 0 || params.window_right >= 0 || (params.causal != 0 && params.Tq > 1);
+      problem.window_left >= 0 || problem.window_right >= 0 || (problem.causal && problem.Tq > 1);
   if (given[kKeyEnd] != Py_None && given[kQueryOffset] == Py_None && counts &&
-      params.Tq != params.Tk) {
+      problem.Tq != problem.Tk) {
     return false;  // two readings
   }
-  problem.ranges.assign(static_cast<std::size_t>(params.B), range);
+  problem.ranges.assign(static_cast<std::size_t>(problem.B), range);
   return true;
 }
 
 bool options_of_call(PyObject* const* given, Problem& problem) {
-  AttnParamsOf<double>& params = problem.params;
-  params.scale = 1 / std::sqrt(static_cast<double>(params.hd));
-  params.softcap = 0;
-  return bool_of(given[kCausal], params.causal) &&
-         window_of(given[kWindow], params.window_left, params.window_right) &&
-         (given[kSoftcap] == Py_None || real_of(given[kSoftcap], params.softcap)) &&
-         (given[kScale] == Py_None || real_of(given[kScale], params.scale)) &&
+  problem.scale = 1 / std::sqrt(static_cast<double>(problem.hd));
+  problem.softcap = 0;
+  return bool_of(given[kCausal], problem.causal) &&
+         window_of(given[kWindow], problem.window_left, problem.window_right) &&
+         (given[kSoftcap] == Py_None || real_of(given[kSoftcap], problem.softcap)) &&
+         (given[kScale] == Py_None || real_of(given[kScale], problem.scale)) &&
          (given[kKernel] == Py_None || is_text(given[kKernel], "fused"));
 }
 
-void set_sizes(const HeadsView& q, const HeadsView& k, Problem& problem) {
-  problem.dtype = DType::kFloat32;
-  problem.family = Family::kFused;
-  AttnParamsOf<double>& params = problem.params;
-  params.B = q.B;
-  params.Tq = q.T;
-  params.Tk = k.T;
-  params.H = static_cast<Int32>(q.heads);
-  params.Hkv = static_cast<Int32>(k.heads);
-  params.hd = static_cast<Int32>(q.hd);
-  params.q = q.strides;
-  params.k = k.strides;
+void set_sizes(const HeadsView& q, const HeadsView& k, const HeadsView& v, Problem& problem) {
+  problem.B = q.B();
+  problem.Tq = q.T();
+  problem.Tk = k.T();
+  problem.H = static_cast<Int32>(q.H());
+  problem.Hkv = static_cast<Int32>(k.H());
+  problem.hd = static_cast<Int32>(q.hd());
+  problem.operands[kBufferQ] = q.heads;
+  problem.operands[kBufferK] = k.heads;
+  problem.operands[kBufferV] = v.heads;
 }
 
 bool is_valid(const Problem& problem) {
@@ -176,12 +172,11 @@ void record(bool backward, bool names_backend, CpuTarget target) {
 
 // What attention_backward takes, as the Python layer would have put it together.
 py::dict options_dict(const Problem& problem, bool has_ranges, bool names_backend) {
-  const AttnParamsOf<double>& params = problem.params;
   py::dict options;
-  options["causal"] = params.causal != 0;
-  options["window"] = py::make_tuple(params.window_left, params.window_right);
-  options["softcap"] = params.softcap;
-  options["scale"] = params.scale;
+  options["causal"] = problem.causal;
+  options["window"] = py::make_tuple(problem.window_left, problem.window_right);
+  options["softcap"] = problem.softcap;
+  options["scale"] = problem.scale;
   options["ranges"] = has_ranges ? ranges_array(problem.ranges) : py::object(py::none());
   options["kernel"] = "fused";
   options["backend"] = names_backend ? "cpu" : "";
@@ -191,7 +186,7 @@ py::dict options_dict(const Problem& problem, bool has_ranges, bool names_backen
 
 struct Forward {
   Problem problem;
-  HeadsView q, k, v;
+  HeadsView q;
 };
 
 std::optional<Forward> plain_forward(PyObject* const* given) {
@@ -207,11 +202,10 @@ std::optional<Forward> plain_forward(PyObject* const* given) {
   if (q->ndim == 4 && (given[kNumHeads] != Py_None || given[kNumKvHeads] != Py_None)) {
     return std::nullopt;
   }
-  if (!is_small(q->rows(), q->hd + 2)) return std::nullopt;
-  Forward forward = {{}, *q, *k, *v};
-  set_sizes(*q, *k, forward.problem);
-  forward.problem.params.v = v->strides;
-  forward.problem.params.o = contiguous_strides(q->T, q->heads, q->hd);
+  if (!is_small(q->rows(), q->hd() + 2)) return std::nullopt;
+  Forward forward;
+  forward.q = *q;
+  set_sizes(*q, *k, *v, forward.problem);
   if (!options_of_call(given, forward.problem) || !ranges_of_call(given, forward.problem) ||
       !is_valid(forward.problem)) {
     return std::nullopt;
@@ -219,42 +213,38 @@ std::optional<Forward> plain_forward(PyObject* const* given) {
   return forward;
 }
 
-// Runs it into o; row statistics are saved where they are asked for.
-void run(const Forward& forward, const py::object& o, float* row_max, float* row_sum) {
-  ForwardBuffers buffers;
-  buffers.f32 = {forward.q.data, forward.k.data, forward.v.data,
-                 data_of(o),     nullptr,        {row_max, row_sum}};
-  without_gil([&] {  // the arguments keep the arrays alive
-    return cpu_backend().forward(forward.problem, buffers, "");
-  });
+// The arguments and the new arrays outlive it.
+void run(const Problem& problem, const std::string& cpu_target) {
+  without_gil([&] { return cpu_backend().run(problem, cpu_target); });
 }
 
 py::object attention(PyObject* const* given) {
-  const std::optional<Forward> forward = plain_forward(given);
+  std::optional<Forward> forward = plain_forward(given);
   if (!forward) return py::none();
-  const HeadsView& q = forward->q;
-  py::object o = new_heads(q.ndim, q.B, q.T, q.heads, q.hd);
-  run(*forward, o, nullptr, nullptr);
+  const NewArray o = new_heads(forward->q);
+  forward->problem.operands[kBufferO] = o.operand;
+  run(forward->problem, "");
   record(false, given[kBackend] != Py_None, usable_cpu_targets().front());
-  return o;
+  return o.object;
 }
 
 py::object attention_forward(PyObject* const* given) {
-  const std::optional<Forward> forward = plain_forward(given);
+  std::optional<Forward> forward = plain_forward(given);
   if (!forward) return py::none();
-  const HeadsView& q = forward->q;
-  py::object o = new_heads(q.ndim, q.B, q.T, q.heads, q.hd);
-  const py::object row_max = new_rows(q);
-  const py::object row_sum = new_rows(q);
-  run(*forward, o, data_of(row_max), data_of(row_sum));
+  Problem& problem = forward->problem;
+  const NewArray o = new_heads(forward->q);
+  const NewArray row_max = new_rows(forward->q), row_sum = new_rows(forward->q);
+  problem.operands[kBufferO] = o.operand;
+  problem.operands[kBufferRowMax] = row_max.operand;
+  problem.operands[kBufferRowSum] = row_sum.operand;
+  run(problem, "");
   const bool names_backend = given[kBackend] != Py_None;
   record(false, names_backend, usable_cpu_targets().front());
   const bool has_ranges =
       given[kQueryOffset] != Py_None || given[kKeyStart] != Py_None || given[kKeyEnd] != Py_None;
-  const HeadsView& k = forward->k;
-  return py::make_tuple(o, row_max, row_sum,
-                        options_dict(forward->problem, has_ranges, names_backend),
-                        py::make_tuple(q.B, q.T, k.T, q.heads, k.heads, q.hd));
+  return py::make_tuple(
+      o.object, row_max.object, row_sum.object, options_dict(problem, has_ranges, names_backend),
+      py::make_tuple(problem.B, problem.Tq, problem.Tk, problem.H, problem.Hkv, problem.hd));
 }
 
 // dout, q, k, v, o, row_max, row_sum, options: q, k and v with heads split, the rest as saved.
@@ -276,37 +266,36 @@ py::object attention_backward(PyObject* const* given) {
   const auto k = heads_view(given[kSavedK], 0);
   const auto v = heads_view(given[kSavedV], 0);
   if (!q || !k || !v || !fit_together(*q, *k, *v)) return py::none();
-  const auto o = heads_view(given[kSavedO], q->heads);
-  const auto dout = heads_view(given[kSavedDout], q->heads);
+  const auto o = heads_view(given[kSavedO], q->H());
+  const auto dout = heads_view(given[kSavedDout], q->H());
   if (!o || !dout || dout->ndim != o->ndim || !same_shape(*o, *q) || !same_shape(*dout, *q)) {
     return py::none();
   }
-  const float* row_max = row_statistics(given[kSavedRowMax], *q);
-  const float* row_sum = row_statistics(given[kSavedRowSum], *q);
-  const bool small = is_small(q->rows(), 2 * q->hd) && is_small(k->rows(), 4 * k->hd);
+  const auto row_max = row_statistics(given[kSavedRowMax], *q);
+  const auto row_sum = row_statistics(given[kSavedRowSum], *q);
+  const bool small = is_small(q->rows(), 2 * q->hd()) && is_small(k->rows(), 4 * k->hd());
   if (!row_max || !row_sum || !small) return py::none();
   const Options options = options_of(py::reinterpret_borrow<py::dict>(given[kSavedOptions]));
   if (options.kernel != "fused") return py::none();
   Problem problem;
-  set_sizes(*q, *k, problem);
+  problem.pass = Pass::kBackward;
+  set_sizes(*q, *k, *v, problem);
   set_options(options, problem);
-  AttnParamsOf<double>& params = problem.params;
-  params.v = v->strides;
-  params.o = o->strides;
-  params.dout = dout->strides;
-  params.dq = contiguous_strides(q->T, q->heads, q->hd);
-  params.dk = params.dv = contiguous_strides(k->T, k->heads, k->hd);
   if (!is_valid(problem)) return py::none();
-  const py::object dq = new_heads(o->ndim, q->B, q->T, q->heads, q->hd);
-  const py::object dk = new_heads(o->ndim, k->B, k->T, k->heads, k->hd);
-  const py::object dv = new_heads(o->ndim, k->B, k->T, k->heads, k->hd);
-  BackwardBuffers buffers;
-  buffers.f32 = {q->data,    k->data,     v->data,     o->data,
-                 dout->data, nullptr,     nullptr,     {row_max, row_sum},
-                 nullptr,    data_of(dq), data_of(dk), data_of(dv)};
-  without_gil([&] { return cpu_backend().backward(problem, buffers, false, options.cpu_target); });
+  HeadsView query_like = *q, key_like = *k;
+  query_like.ndim = key_like.ndim = o->ndim;
+  const NewArray dq = new_heads(query_like), dk = new_heads(key_like), dv = new_heads(key_like);
+  Operands& operands = problem.operands;
+  operands[kBufferO] = o->heads;
+  operands[kBufferDout] = dout->heads;
+  operands[kBufferRowMax] = *row_max;
+  operands[kBufferRowSum] = *row_sum;
+  operands[kBufferDq] = dq.operand;
+  operands[kBufferDk] = dk.operand;
+  operands[kBufferDv] = dv.operand;
+  run(problem, options.cpu_target);
   record(true, true, choose_cpu_target(options.cpu_target));
-  return py::make_tuple(dq, dk, dv);
+  return py::make_tuple(dq.object, dk.object, dv.object);
 }
 
 // A function of so many positional arguments, without what pybind11 adds to a call.

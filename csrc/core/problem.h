@@ -1,15 +1,15 @@
-// The one description of an attention problem that every backend takes, and the arrays it works on.
+// The one description of a call that every backend takes: sizes, options, and the arrays it works
+// on.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "core/operands.h"
 #include "shared/attn_mask.h"
 #include "shared/attn_params.h"
 
 namespace forge {
-
-enum class DType { kFloat32, kFloat64 };
 
 // Two families: materialized keeps p for the backward and runs in a fixed order, fused recomputes p
 // from the saved row statistics.
@@ -19,89 +19,79 @@ inline const char* family_name(Family family) {
   return family == Family::kFused ? "fused" : "materialized";
 }
 
-// The materialized backward kernels, one by one, in float32; the forward is one kernel already.
-enum class BackwardKernel { kD, kDq, kDkv };
-
-// The bytes [begin, end).
-struct MemoryBlock {
-  const char* begin;
-  const char* end;
-};
-
 struct Problem {
-  DType dtype = DType::kFloat32;
+  Pass pass = Pass::kForward;
   Family family = Family::kFused;
-  AttnParamsOf<double> params{};  // scale and softcap as given; kernels take them in their own type
+  DType dtype = DType::kFloat32;
+  bool accumulate = false;  // gradients are added to what dq, dk and dv hold
+  Int64 B = 0, Tq = 0, Tk = 0;
+  Int32 H = 0, Hkv = 0, hd = 0;
+  bool causal = false;
+  Int64 window_left = -1, window_right = -1;  // -1: all
+  double scale = 1, softcap = 0;  // as given; kernels take them in the type they compute in
   std::vector<AttnRange> ranges;  // B of them
+  Operands operands;
 };
 
-// The same parameters with scale and softcap rounded to the kernel's type.
+// What this call does with an array.
+inline Use use_of(const OperandInfo& info, const Problem& problem) {
+  const bool is_fused = problem.family == Family::kFused;
+  if (info.materialized_only && is_fused) return Use::kNone;
+  const Use use = info.uses[static_cast<std::size_t>(problem.pass)];
+  if (use == Use::kReadByFused) return is_fused ? Use::kRead : Use::kNone;
+  return use;
+}
+
+// Where kernels find the strides of a [B, T, heads, hd] array; null for the others.
+template <typename Real>
+AttnStrides* strides_in(AttnParamsOf<Real>& params, BufferIndex slot) {
+  switch (slot) {
+    case kBufferQ:
+      return &params.q;
+    case kBufferK:
+      return &params.k;
+    case kBufferV:
+      return &params.v;
+    case kBufferO:
+      return &params.o;
+    case kBufferDout:
+      return &params.dout;
+    case kBufferDq:
+      return &params.dq;
+    case kBufferDk:
+      return &params.dk;
+    case kBufferDv:
+      return &params.dv;
+    default:
+      return nullptr;
+  }
+}
+
+// Sizes, options and strides as kernels take them: scale and softcap rounded to their type.
 template <typename Real>
 AttnParamsOf<Real> params_as(const Problem& problem) {
-  const AttnParamsOf<double>& from = problem.params;
   AttnParamsOf<Real> to;
-  to.B = from.B;
-  to.Tq = from.Tq;
-  to.Tk = from.Tk;
-  to.window_left = from.window_left;
-  to.window_right = from.window_right;
-  to.q = from.q;
-  to.k = from.k;
-  to.v = from.v;
-  to.o = from.o;
-  to.dout = from.dout;
-  to.dq = from.dq;
-  to.dk = from.dk;
-  to.dv = from.dv;
-  to.H = from.H;
-  to.Hkv = from.Hkv;
-  to.hd = from.hd;
-  to.causal = from.causal;
-  to.scale = static_cast<Real>(from.scale);
-  to.softcap = static_cast<Real>(from.softcap);
+  to.B = problem.B;
+  to.Tq = problem.Tq;
+  to.Tk = problem.Tk;
+  to.window_left = problem.window_left;
+  to.window_right = problem.window_right;
+  for (const OperandInfo& info : operand_table()) {
+    AttnStrides* strides = strides_in(to, info.slot);
+    if (strides != nullptr) *strides = problem.operands[info.slot].heads_strides();
+  }
+  to.H = problem.H;
+  to.Hkv = problem.Hkv;
+  to.hd = problem.hd;
+  to.causal = problem.causal ? 1 : 0;
+  to.scale = static_cast<Real>(problem.scale);
+  to.softcap = static_cast<Real>(problem.softcap);
   return to;
 }
 
-// What the forward saves of each row for the backward: m and l, apart. [B, H, Tq], contiguous.
-template <typename Real>
-struct RowStats {
-  Real* row_max;
-  Real* row_sum;
-};
-
-// Base pointers; strides stand in the problem. p is [B, H, Tq, Tk], contiguous, and only of the
-// materialized family (null otherwise).
-template <typename Real>
-struct ForwardArrays {
-  const Real* q;
-  const Real* k;
-  const Real* v;
-  Real* o;
-  Real* p;
-  RowStats<Real> stats;
-};
-
-// d_row is [B, H, Tq], contiguous; dlse likewise, or null for zero.
-template <typename Real>
-struct BackwardArrays {
-  const Real* q;
-  const Real* k;
-  const Real* v;
-  const Real* o;
-  const Real* dout;
-  const Real* dlse;
-  const Real* p;               // materialized
-  RowStats<const Real> stats;  // fused
-  Real* d_row;
-  Real* dq;
-  Real* dk;
-  Real* dv;
-};
-
 // Position of row (b, h, i) in [B, H, Tq].
 template <typename Real>
-FORGE_INLINE std::int64_t row_index(const AttnParamsOf<Real>& params, std::int64_t b,
-                                    std::int64_t h, std::int64_t i) {
+FORGE_INLINE Int64 row_index(const AttnParamsOf<Real>& params, Int64 b, Int64 h, Int64 i) {
   return (b * params.H + h) * params.Tq + i;
 }
 

@@ -1,116 +1,138 @@
 #include "core/validate.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
+#include <sstream>
 #include <stdexcept>
+#include <string>
 
 #include "core/errors.h"
 
 namespace forge {
 namespace {
 
-const char* dtype_name(DType dtype) { return dtype == DType::kFloat32 ? "float32" : "float64"; }
-
-std::string shape_text(const std::vector<std::int64_t>& shape) {
+std::string shape_text(const Int64* shape, int ndim) {
   std::string text = "(";
-  for (std::size_t axis = 0; axis < shape.size(); ++axis) {
+  for (int axis = 0; axis < ndim; ++axis) {
     text += (axis == 0 ? "" : ", ") + std::to_string(shape[axis]);
   }
-  return text + (shape.size() == 1 ? ",)" : ")");
+  return text + (ndim == 1 ? ",)" : ")");
 }
 
-void require(bool ok, const std::string& message) {
-  if (!ok) throw std::invalid_argument(message);
+// The parts of the message are put together only where it is needed.
+template <typename... Parts>
+void require(bool ok, const Parts&... parts) {
+  if (ok) return;
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
 }
 
-void check_shape(const ArrayView& array, const std::vector<std::int64_t>& shape, DType dtype) {
-  if (array.dtype != dtype) {
-    throw TypeError(array.name + " must be " + dtype_name(dtype) + ", got " +
-                    dtype_name(array.dtype));
+std::array<Int64, 4> expected_shape(Axes axes, const Problem& problem) {
+  switch (axes) {
+    case Axes::kQueryHeads:
+      return {problem.B, problem.Tq, problem.H, problem.hd};
+    case Axes::kKeyHeads:
+      return {problem.B, problem.Tk, problem.Hkv, problem.hd};
+    case Axes::kRows:
+      return {problem.B, problem.H, problem.Tq, 0};
+    case Axes::kPairs:
+      break;
   }
-  require(array.shape == shape, array.name + " must have shape " + shape_text(shape) + ", got " +
-                                    shape_text(array.shape));
+  return {problem.B, problem.H, problem.Tq, problem.Tk};
 }
 
-void check_sizes(const AttnParamsOf<double>& params) {
-  require(params.B >= 0 && params.Tq >= 0 && params.Tk >= 0, "lengths must not be negative");
-  require(params.H >= 1, "num_heads must be at least 1, got " + std::to_string(params.H));
-  require(params.Hkv >= 1, "num_kv_heads must be at least 1, got " + std::to_string(params.Hkv));
-  require(params.hd >= 1, "head dim must be at least 1, got " + std::to_string(params.hd));
-  require(params.H % params.Hkv == 0, "num_heads must be a multiple of num_kv_heads, got " +
-                                          std::to_string(params.H) + " and " +
-                                          std::to_string(params.Hkv));
+void check_shape(const char* name, const Operand& operand, const std::array<Int64, 4>& expected,
+                 int ndim) {
+  const bool same = operand.ndim == ndim &&
+                    std::equal(expected.begin(), expected.begin() + ndim, operand.shape.begin());
+  if (same) return;
+  throw std::invalid_argument(name + std::string(" must have shape ") +
+                              shape_text(expected.data(), ndim) + ", got " +
+                              shape_text(operand.shape.data(), operand.ndim));
+}
+
+void check_unit_last_axis(const char* name, const Operand& operand) {
+  require(operand.shape[3] < 2 || operand.strides[3] == 1, name,
+          " must have a last axis of unit stride, got ", operand.strides[3], " elements");
+}
+
+void check_contiguous(const char* name, const Operand& operand) {
+  Int64 expected = 1;
+  for (auto axis = static_cast<std::size_t>(operand.ndim); axis-- > 0;) {
+    require(operand.shape[axis] < 2 || operand.strides[axis] == expected, name,
+            " must be C-contiguous");
+    expected *= operand.shape[axis];
+  }
+}
+
+void check_output(const char* name, const Operand& operand) {
+  require(operand.writeable, name, " must be writeable, got a read-only array");
+  if (is_empty(operand)) return;
+  for (std::size_t axis = 0; axis < static_cast<std::size_t>(operand.ndim); ++axis) {
+    require(operand.shape[axis] < 2 || operand.strides[axis] != 0, name,
+            " must have no zero stride, got one on axis ", axis);
+  }
+}
+
+void check_sizes(const Problem& problem) {
+  require(problem.B >= 0 && problem.Tq >= 0 && problem.Tk >= 0, "lengths must not be negative");
+  require(problem.H >= 1, "num_heads must be at least 1, got ", problem.H);
+  require(problem.Hkv >= 1, "num_kv_heads must be at least 1, got ", problem.Hkv);
+  require(problem.hd >= 1, "head dim must be at least 1, got ", problem.hd);
+  require(problem.H % problem.Hkv == 0, "num_heads must be a multiple of num_kv_heads, got ",
+          problem.H, " and ", problem.Hkv);
 }
 
 void check_real(const char* name, double value, DType dtype) {
-  require(std::isfinite(value),
-          std::string(name) + " must be finite, got " + std::to_string(value));
+  require(std::isfinite(value), name, " must be finite, got ", value);
   if (dtype == DType::kFloat32 && value != 0) {
     const double size = std::fabs(value);
-    require(size <= std::numeric_limits<float>::max() && static_cast<float>(size) > 0,
-            std::string(name) + " must be within float32's range");
+    require(size <= std::numeric_limits<float>::max() && static_cast<float>(size) > 0, name,
+            " must be within float32's range");
   }
 }
 
 }  // namespace
 
-bool is_empty(const ArrayView& array) {
-  return std::find(array.shape.begin(), array.shape.end(), 0) != array.shape.end();
-}
-
 void check_problem(const Problem& problem) {
-  const AttnParamsOf<double>& params = problem.params;
-  check_sizes(params);
-  require(params.window_left >= -1,
-          "window left must be at least -1, got " + std::to_string(params.window_left));
-  require(params.window_right >= -1,
-          "window right must be at least -1, got " + std::to_string(params.window_right));
-  check_real("scale", params.scale, problem.dtype);
-  check_real("softcap", params.softcap, problem.dtype);
-  require(params.softcap >= 0,
-          "softcap must not be negative, got " + std::to_string(params.softcap));
-  require(static_cast<std::int64_t>(problem.ranges.size()) == params.B,
+  check_sizes(problem);
+  require(problem.window_left >= -1, "window left must be at least -1, got ", problem.window_left);
+  require(problem.window_right >= -1, "window right must be at least -1, got ",
+          problem.window_right);
+  check_real("scale", problem.scale, problem.dtype);
+  check_real("softcap", problem.softcap, problem.dtype);
+  require(problem.softcap >= 0, "softcap must not be negative, got ", problem.softcap);
+  require(static_cast<std::int64_t>(problem.ranges.size()) == problem.B,
           "ranges must hold one record a sequence");
   for (const AttnRange& range : problem.ranges) {
-    require(range.key_start >= 0 && range.key_start <= params.Tk,
-            "key_start must be within [0, " + std::to_string(params.Tk) + "], got " +
-                std::to_string(range.key_start));
-    require(range.key_end >= 0 && range.key_end <= params.Tk,
-            "key_end must be within [0, " + std::to_string(params.Tk) + "], got " +
-                std::to_string(range.key_end));
+    require(range.key_start >= 0 && range.key_start <= problem.Tk, "key_start must be within [0, ",
+            problem.Tk, "], got ", range.key_start);
+    require(range.key_end >= 0 && range.key_end <= problem.Tk, "key_end must be within [0, ",
+            problem.Tk, "], got ", range.key_end);
   }
 }
 
-AttnStrides check_heads_array(const ArrayView& array, const std::array<std::int64_t, 4>& shape,
-                              DType dtype) {
-  check_shape(array, {shape.begin(), shape.end()}, dtype);
-  if (is_empty(array)) return {0, 0, 0, 0};  // NumPy gives such arrays any strides
-  require(array.shape[3] < 2 || array.strides[3] == 1,
-          array.name + " must have a last axis of unit stride, got " +
-              std::to_string(array.strides[3]) + " elements");
-  return {array.strides[0], array.strides[1], array.strides[2], 0};
-}
-
-void check_contiguous_array(const ArrayView& array, const std::vector<std::int64_t>& shape,
-                            DType dtype) {
-  check_shape(array, shape, dtype);
-  if (is_empty(array)) return;
-  std::int64_t expected = 1;
-  for (std::size_t axis = shape.size(); axis-- > 0;) {
-    require(shape[axis] < 2 || array.strides[axis] == expected,
-            array.name + " must be C-contiguous");
-    expected *= shape[axis];
+void check_operand(const OperandInfo& info, const Problem& problem) {
+  const Operand& operand = problem.operands[info.slot];
+  const char* name = info.name;
+  if (operand.dtype != problem.dtype) {
+    throw TypeError(std::string(name) + " must be " + dtype_name(problem.dtype) + ", got " +
+                    dtype_name(operand.dtype));
   }
-}
-
-void check_output(const ArrayView& array) {
-  require(array.writeable, array.name + " must be writeable, got a read-only array");
-  if (is_empty(array)) return;
-  for (std::size_t axis = 0; axis < array.shape.size(); ++axis) {
-    require(array.shape[axis] < 2 || array.strides[axis] != 0,
-            array.name + " must have no zero stride, got one on axis " + std::to_string(axis));
+  check_shape(name, operand, expected_shape(info.axes, problem), info.axes == Axes::kRows ? 3 : 4);
+  const bool heads = info.axes == Axes::kQueryHeads || info.axes == Axes::kKeyHeads;
+  if (!is_empty(operand)) {  // NumPy gives empty arrays any strides
+    if (heads) {
+      check_unit_last_axis(name, operand);
+    } else {
+      check_contiguous(name, operand);
+    }
   }
+  const Use use = use_of(info, problem);
+  if (use == Use::kWrite || use == Use::kAddTo) check_output(name, operand);
 }
 
 }  // namespace forge

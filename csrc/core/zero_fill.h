@@ -7,25 +7,23 @@
 
 namespace forge {
 
-// A strided [B, T, heads, hd] array.
-template <typename Real>
-void fill_zero(Real* data, const AttnStrides& strides, const AttnParamsOf<double>& params, Int64 T,
-               Int64 heads) {
-  for (Int64 b = 0; b < params.B; ++b) {
+// A [B, T, heads, hd] array of that element type.
+template <typename Element>
+void fill_zero(const Operand& operand) {
+  const HeadRows<Element> rows(operand);
+  const auto& [B, T, heads, hd] = operand.shape;
+  for (Int64 b = 0; b < B; ++b) {
     for (Int64 t = 0; t < T; ++t) {
-      for (Int64 h = 0; h < heads; ++h) {
-        std::fill_n(data + element_offset(strides, b, t, h), params.hd, Real(0));
-      }
+      for (Int64 h = 0; h < heads; ++h) std::fill_n(rows.at(b, t, h), hd, Element(0));
     }
   }
 }
 
-template <typename Real>
-void zero_gradients(const Problem& problem, const BackwardArrays<Real>& arrays) {
-  const AttnParamsOf<double>& params = problem.params;
-  fill_zero(arrays.dq, params.dq, params, params.Tq, params.H);
-  fill_zero(arrays.dk, params.dk, params, params.Tk, params.Hkv);
-  fill_zero(arrays.dv, params.dv, params, params.Tk, params.Hkv);
+template <typename Element>
+void zero_gradients(const Problem& problem) {
+  for (const BufferIndex slot : {kBufferDq, kBufferDk, kBufferDv}) {
+    fill_zero<Element>(problem.operands[slot]);
+  }
 }
 
 }  // namespace forge

@@ -8,13 +8,12 @@ namespace forge::cpu {
 
 constexpr Int32 kMaxHeadDim = 512;
 
-// Writes o and, where they are not null, row_max and row_sum. Throws std::bad_alloc before anything
-// is written.
-void attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays, CpuTarget target);
+// Writes o and, where they are given, row_max and row_sum. Throws std::bad_alloc before anything is
+// written.
+void attention_fwd(const Problem& problem, CpuTarget target);
 
-// Writes dq, dk and dv, or adds to what they hold; d = dout . o - dlse is worked out on the way,
-// and arrays.d_row is not used. Throws std::bad_alloc before anything is written.
-void attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, bool accumulate,
-                   CpuTarget target);
+// Writes dq, dk and dv, or adds to what they hold; d = dout . o - dlse is worked out on the way.
+// Throws std::bad_alloc before anything is written.
+void attention_bwd(const Problem& problem, CpuTarget target);
 
 }  // namespace forge::cpu

@@ -26,17 +26,6 @@ struct RunInfo {
   std::vector<std::pair<std::string, std::string>> arrays;
 };
 
-// Arrays of the dtype that problem.dtype names; the other member is unused. `owned` are the blocks
-// of memory that the outputs lie in and that nothing but their arrays uses.
-template <template <typename> class Arrays>
-struct ArraysOfDType {
-  Arrays<float> f32{};
-  Arrays<double> f64{};
-  std::vector<MemoryBlock> owned{};
-};
-using ForwardBuffers = ArraysOfDType<ForwardArrays>;
-using BackwardBuffers = ArraysOfDType<BackwardArrays>;
-
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -45,15 +34,9 @@ class Backend {
   virtual Support available() const = 0;
   // Whether it can serve this problem with the family that the problem names.
   virtual Support supports(const Problem& problem) const = 0;
-  // cpu_target: a name from core/cpu_target.h, or empty for the best.
-  virtual RunInfo forward(const Problem& problem, const ForwardBuffers& arrays,
-                          const std::string& cpu_target) const = 0;
-  // accumulate: add to what dq, dk and dv hold; otherwise they are overwritten.
-  virtual RunInfo backward(const Problem& problem, const BackwardBuffers& arrays, bool accumulate,
-                           const std::string& cpu_target) const = 0;
-  virtual RunInfo run_kernel(BackwardKernel kernel, const Problem& problem,
-                             const BackwardBuffers& arrays,
-                             const std::string& cpu_target) const = 0;
+  // Computes what problem.pass says. cpu_target: a name from core/cpu_target.h, or empty for the
+  // best.
+  virtual RunInfo run(const Problem& problem, const std::string& cpu_target) const = 0;
 };
 
 // In order of preference.

@@ -8,19 +8,6 @@
 namespace forge {
 namespace {
 
-CpuTarget run_backward_kernel(BackwardKernel kernel, const Problem& problem,
-                              const BackwardArrays<float>& arrays, CpuTarget target) {
-  switch (kernel) {
-    case BackwardKernel::kD:
-      return materialized::attention_bwd_d(problem, arrays, target);
-    case BackwardKernel::kDq:
-      return materialized::attention_bwd_dq(problem, arrays, target);
-    case BackwardKernel::kDkv:
-      break;
-  }
-  return materialized::attention_bwd_dkv(problem, arrays, target);
-}
-
 class CpuBackend final : public Backend {
  public:
   const char* name() const override { return "cpu"; }
@@ -31,50 +18,25 @@ class CpuBackend final : public Backend {
     if (problem.dtype == DType::kFloat64) {
       return {false, "float64 needs kernel='materialized'; the fused kernels take float32"};
     }
-    if (problem.params.hd > cpu::kMaxHeadDim) {
+    if (problem.hd > cpu::kMaxHeadDim) {
       return {false, "the fused kernels take head dims 1 to " + std::to_string(cpu::kMaxHeadDim) +
-                         ", got " + std::to_string(problem.params.hd)};
+                         ", got " + std::to_string(problem.hd)};
     }
     return {true, ""};
   }
 
-  RunInfo forward(const Problem& problem, const ForwardBuffers& arrays,
-                  const std::string& cpu_target) const override {
+  RunInfo run(const Problem& problem, const std::string& cpu_target) const override {
     CpuTarget target = choose_cpu_target(cpu_target);
-    if (problem.dtype == DType::kFloat64) {
-      target = materialized::attention_fwd(problem, arrays.f64, target);
-    } else if (problem.family == Family::kMaterialized) {
-      target = materialized::attention_fwd(problem, arrays.f32, target);
+    if (problem.family == Family::kMaterialized) {
+      target = materialized::run(problem, target);
+    } else if (problem.pass == Pass::kForward) {
+      cpu::attention_fwd(problem, target);
     } else {
-      cpu::attention_fwd(problem, arrays.f32, target);
+      cpu::attention_bwd(problem, target);
     }
-    return info(problem.family, target);
-  }
-
-  RunInfo backward(const Problem& problem, const BackwardBuffers& arrays, bool accumulate,
-                   const std::string& cpu_target) const override {
-    CpuTarget target = choose_cpu_target(cpu_target);
-    if (problem.dtype == DType::kFloat64) {
-      target = materialized::attention_bwd(problem, arrays.f64, accumulate, target);
-    } else if (problem.family == Family::kMaterialized) {
-      target = materialized::attention_bwd(problem, arrays.f32, accumulate, target);
-    } else {
-      cpu::attention_bwd(problem, arrays.f32, accumulate, target);
-    }
-    return info(problem.family, target);
-  }
-
-  RunInfo run_kernel(BackwardKernel kernel, const Problem& problem, const BackwardBuffers& arrays,
-                     const std::string& cpu_target) const override {
-    const CpuTarget target = choose_cpu_target(cpu_target);
-    return info(problem.family, run_backward_kernel(kernel, problem, arrays.f32, target));
-  }
-
- private:
-  static RunInfo info(Family family, CpuTarget target) {
     RunInfo info;
-    info.backend = "cpu";
-    info.kernel = family_name(family);
+    info.backend = name();
+    info.kernel = family_name(problem.family);
     info.cpu_target = cpu_target_name(target);
     info.threads = num_threads();
     return info;

@@ -22,10 +22,9 @@ class MetalBackend final : public Backend {
     if (problem.dtype != DType::kFloat32) {
       return {false, "Metal has no float64; float64 needs backend='cpu'"};
     }
-    if (problem.family == Family::kFused && problem.params.hd > kMaxFusedHeadDim) {
+    if (problem.family == Family::kFused && problem.hd > kMaxFusedHeadDim) {
       return {false, "the fused Metal kernels take head dims 1 to " +
-                         std::to_string(kMaxFusedHeadDim) + ", got " +
-                         std::to_string(problem.params.hd)};
+                         std::to_string(kMaxFusedHeadDim) + ", got " + std::to_string(problem.hd)};
     }
     if (problem.family == Family::kFused) {
       const std::string reason = metal::fused_unavailable_reason(problem);
@@ -34,23 +33,8 @@ class MetalBackend final : public Backend {
     return {true, ""};
   }
 
-  RunInfo forward(const Problem& problem, const ForwardBuffers& arrays,
-                  const std::string&) const override {
-    return info(problem, metal::attention_fwd(problem, arrays.f32, arrays.owned));
-  }
-
-  RunInfo backward(const Problem& problem, const BackwardBuffers& arrays, bool accumulate,
-                   const std::string&) const override {
-    return info(problem, metal::attention_bwd(problem, arrays.f32, accumulate, arrays.owned));
-  }
-
-  RunInfo run_kernel(BackwardKernel kernel, const Problem& problem, const BackwardBuffers& arrays,
-                     const std::string&) const override {
-    return info(problem, metal::run_kernel(kernel, problem, arrays.f32, arrays.owned));
-  }
-
- private:
-  RunInfo info(const Problem& problem, metal::Ran ran) const {
+  RunInfo run(const Problem& problem, const std::string&) const override {
+    metal::Ran ran = metal::run(problem);
     RunInfo info;
     info.backend = name();
     info.kernel = family_name(problem.family);

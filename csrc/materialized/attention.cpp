@@ -46,74 +46,50 @@ void for_rows(std::int64_t rows, Rows&& run) {
   });
 }
 
+template <typename Real>
+CpuTarget run_in(const Problem& problem, CpuTarget target) {
+  const auto params = params_as<Real>(problem);
+  const Choice<Real> choice = choose<Real>(target);
+  Operands operands = problem.operands;
+  const auto run = [&](typename Kernels<Real>::Fn kernel, std::int64_t rows) {
+    for_rows(rows, [&](std::int64_t begin, std::int64_t end) {
+      kernel(params, problem.ranges.data(), operands, begin, end);
+    });
+  };
+  const std::int64_t query_rows = params.B * params.H * params.Tq;
+  const std::int64_t key_rows = params.B * params.Hkv * params.Tk;
+  const Kernels<Real>& kernels = choice.kernels;
+  switch (problem.pass) {
+    case Pass::kForward:
+      run(kernels.fwd, query_rows);
+      break;
+    case Pass::kBackward: {
+      const std::unique_ptr<Real[]> d_row(new Real[static_cast<std::size_t>(query_rows)]);
+      operands[kBufferDRow].data = d_row.get();
+      if (!problem.accumulate) zero_gradients<Real>(problem);
+      run(kernels.bwd_d, query_rows);
+      run(kernels.bwd_dq, query_rows);
+      run(kernels.bwd_dkv, key_rows);
+      break;
+    }
+    case Pass::kBwdD:
+      run(kernels.bwd_d, query_rows);
+      break;
+    case Pass::kBwdDq:
+      run(kernels.bwd_dq, query_rows);
+      break;
+    case Pass::kBwdDkv:
+      run(kernels.bwd_dkv, key_rows);
+      break;
+  }
+  return choice.target;
+}
+
 }  // namespace
 
-template <typename Real>
-CpuTarget attention_fwd(const Problem& problem, const ForwardArrays<Real>& arrays,
-                        CpuTarget target) {
-  const auto params = params_as<Real>(problem);
-  const Choice<Real> choice = choose<Real>(target);
-  for_rows(params.B * params.H * params.Tq, [&](std::int64_t begin, std::int64_t end) {
-    choice.kernels.fwd(params, problem.ranges.data(), arrays, begin, end);
-  });
-  return choice.target;
+CpuTarget run(const Problem& problem, CpuTarget target) {
+  if (problem.dtype == DType::kFloat64) return run_in<double>(problem, target);
+  return run_in<float>(problem, target);
 }
-
-template <typename Real>
-CpuTarget attention_bwd_d(const Problem& problem, const BackwardArrays<Real>& arrays,
-                          CpuTarget target) {
-  const auto params = params_as<Real>(problem);
-  const Choice<Real> choice = choose<Real>(target);
-  for_rows(params.B * params.H * params.Tq, [&](std::int64_t begin, std::int64_t end) {
-    choice.kernels.bwd_d(params, arrays, begin, end);
-  });
-  return choice.target;
-}
-
-template <typename Real>
-CpuTarget attention_bwd_dq(const Problem& problem, const BackwardArrays<Real>& arrays,
-                           CpuTarget target) {
-  const auto params = params_as<Real>(problem);
-  const Choice<Real> choice = choose<Real>(target);
-  for_rows(params.B * params.H * params.Tq, [&](std::int64_t begin, std::int64_t end) {
-    choice.kernels.bwd_dq(params, problem.ranges.data(), arrays, begin, end);
-  });
-  return choice.target;
-}
-
-template <typename Real>
-CpuTarget attention_bwd_dkv(const Problem& problem, const BackwardArrays<Real>& arrays,
-                            CpuTarget target) {
-  const auto params = params_as<Real>(problem);
-  const Choice<Real> choice = choose<Real>(target);
-  for_rows(params.B * params.Hkv * params.Tk, [&](std::int64_t begin, std::int64_t end) {
-    choice.kernels.bwd_dkv(params, problem.ranges.data(), arrays, begin, end);
-  });
-  return choice.target;
-}
-
-template <typename Real>
-CpuTarget attention_bwd(const Problem& problem, const BackwardArrays<Real>& arrays, bool accumulate,
-                        CpuTarget target) {
-  const AttnParamsOf<double>& params = problem.params;
-  const std::unique_ptr<Real[]> d_row(
-      new Real[static_cast<std::size_t>(params.B * params.H * params.Tq)]);
-  BackwardArrays<Real> all = arrays;
-  all.d_row = d_row.get();
-  if (!accumulate) zero_gradients(problem, all);
-  attention_bwd_d(problem, all, target);
-  attention_bwd_dq(problem, all, target);
-  return attention_bwd_dkv(problem, all, target);
-}
-
-#define FORGE_INSTANTIATE(Real)                                                                   \
-  template CpuTarget attention_fwd(const Problem&, const ForwardArrays<Real>&, CpuTarget);        \
-  template CpuTarget attention_bwd(const Problem&, const BackwardArrays<Real>&, bool, CpuTarget); \
-  template CpuTarget attention_bwd_d(const Problem&, const BackwardArrays<Real>&, CpuTarget);     \
-  template CpuTarget attention_bwd_dq(const Problem&, const BackwardArrays<Real>&, CpuTarget);    \
-  template CpuTarget attention_bwd_dkv(const Problem&, const BackwardArrays<Real>&, CpuTarget);
-FORGE_INSTANTIATE(float)
-FORGE_INSTANTIATE(double)
-#undef FORGE_INSTANTIATE
 
 }  // namespace forge::materialized

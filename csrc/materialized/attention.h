@@ -6,24 +6,8 @@
 
 namespace forge::materialized {
 
-// Each returns the target it ran on.
-template <typename Real>
-CpuTarget attention_fwd(const Problem& problem, const ForwardArrays<Real>& arrays,
-                        CpuTarget target);
-// Writes dq, dk and dv, or adds to what they hold; d_row goes to memory of the call's own.
-template <typename Real>
-CpuTarget attention_bwd(const Problem& problem, const BackwardArrays<Real>& arrays, bool accumulate,
-                        CpuTarget target);
-
-// The kernels of the backward one by one; they add to what dq, dk and dv hold.
-template <typename Real>
-CpuTarget attention_bwd_d(const Problem& problem, const BackwardArrays<Real>& arrays,
-                          CpuTarget target);
-template <typename Real>
-CpuTarget attention_bwd_dq(const Problem& problem, const BackwardArrays<Real>& arrays,
-                           CpuTarget target);
-template <typename Real>
-CpuTarget attention_bwd_dkv(const Problem& problem, const BackwardArrays<Real>& arrays,
-                            CpuTarget target);
+// Computes what problem.pass says, in float32 or float64, and returns the target it ran on. A whole
+// backward keeps d_row in memory of its own.
+CpuTarget run(const Problem& problem, CpuTarget target);
 
 }  // namespace forge::materialized

@@ -45,21 +45,27 @@ FORGE_INLINE Real score_gradient(const AttnParamsOf<Real>& params, const Real* q
 }
 
 template <typename Real>
-void fwd(const AttnParamsOf<Real>& params, const AttnRange* ranges,
-         const ForwardArrays<Real>& arrays, std::int64_t begin, std::int64_t end) {
+void fwd(const AttnParamsOf<Real>& params, const AttnRange* ranges, const Operands& operands,
+         std::int64_t begin, std::int64_t end) {
   const Int32 rep = params.H / params.Hkv;
+  const HeadRows<const Real> q_rows(operands[kBufferQ]), k_rows(operands[kBufferK]),
+      v_rows(operands[kBufferV]);
+  const HeadRows<Real> o_rows(operands[kBufferO]);
+  Real* const probs = elements<Real>(operands[kBufferP]);
+  Real* const row_max = elements<Real>(operands[kBufferRowMax]);
+  Real* const row_sum = elements<Real>(operands[kBufferRowSum]);
   for (std::int64_t row = begin; row < end; ++row) {
     const RowPosition at(row, params.H, params.Tq);
     const IndexRange keys = visible_keys(attn_band(params, ranges[at.b]), at.t);
-    const Real* q = arrays.q + element_offset(params.q, at.b, at.t, at.head);
-    const Real* k = arrays.k + element_offset(params.k, at.b, 0, at.head / rep);
-    const Real* v = arrays.v + element_offset(params.v, at.b, 0, at.head / rep);
-    Real* o = arrays.o + element_offset(params.o, at.b, at.t, at.head);
-    Real* p = arrays.p + row * params.Tk;
+    const Real* q = q_rows.at(at.b, at.t, at.head);
+    const Real* k = k_rows.at(at.b, 0, at.head / rep);
+    const Real* v = v_rows.at(at.b, 0, at.head / rep);
+    Real* o = o_rows.at(at.b, at.t, at.head);
+    Real* p = probs + row * params.Tk;
 
     Real m = -std::numeric_limits<Real>::infinity();
     for (std::int64_t j = keys.begin; j < keys.end; ++j) {
-      Real s = dot(q, k + j * params.k.row, params.hd) * params.scale;
+      Real s = dot(q, k + j * k_rows.strides.row, params.hd) * params.scale;
       if (params.softcap > 0) s = params.softcap * attn_tanh(s / params.softcap);
       p[j] = s;
       m = s > m ? s : m;
@@ -77,67 +83,78 @@ void fwd(const AttnParamsOf<Real>& params, const AttnRange* ranges,
         continue;
       }
       p[j] = p[j] * inverse;
-      add_scaled(o, p[j], v + j * params.v.row, params.hd);
+      add_scaled(o, p[j], v + j * v_rows.strides.row, params.hd);
     }
     const AttnRow<Real> finished = finished_row(!is_empty(keys), m, l);
-    arrays.stats.row_max[row] = finished.m;
-    arrays.stats.row_sum[row] = finished.l;
+    row_max[row] = finished.m;
+    row_sum[row] = finished.l;
   }
 }
 
 template <typename Real>
-void bwd_d(const AttnParamsOf<Real>& params, const BackwardArrays<Real>& arrays, std::int64_t begin,
-           std::int64_t end) {
+void bwd_d(const AttnParamsOf<Real>& params, const AttnRange*, const Operands& operands,
+           std::int64_t begin, std::int64_t end) {
+  const HeadRows<const Real> dout(operands[kBufferDout]), o(operands[kBufferO]);
+  const Real* const dlse = elements<const Real>(operands[kBufferDlse]);
+  Real* const d_row = elements<Real>(operands[kBufferDRow]);
   for (std::int64_t row = begin; row < end; ++row) {
     const RowPosition at(row, params.H, params.Tq);
-    const Real* dout = arrays.dout + element_offset(params.dout, at.b, at.t, at.head);
-    const Real* o = arrays.o + element_offset(params.o, at.b, at.t, at.head);
-    Real d = dot(dout, o, params.hd);
-    if (arrays.dlse != nullptr) d = d - arrays.dlse[row];
-    arrays.d_row[row] = d;
+    Real d = dot(dout.at(at.b, at.t, at.head), o.at(at.b, at.t, at.head), params.hd);
+    if (dlse != nullptr) d = d - dlse[row];
+    d_row[row] = d;
   }
 }
 
 template <typename Real>
-void bwd_dq(const AttnParamsOf<Real>& params, const AttnRange* ranges,
-            const BackwardArrays<Real>& arrays, std::int64_t begin, std::int64_t end) {
+void bwd_dq(const AttnParamsOf<Real>& params, const AttnRange* ranges, const Operands& operands,
+            std::int64_t begin, std::int64_t end) {
   const Int32 rep = params.H / params.Hkv;
+  const HeadRows<const Real> q_rows(operands[kBufferQ]), k_rows(operands[kBufferK]),
+      v_rows(operands[kBufferV]), dout_rows(operands[kBufferDout]);
+  const Real* const probs = elements<const Real>(operands[kBufferP]);
+  const Real* const d_row = elements<const Real>(operands[kBufferDRow]);
+  const HeadRows<Real> dq_rows(operands[kBufferDq]);
   for (std::int64_t row = begin; row < end; ++row) {
     const RowPosition at(row, params.H, params.Tq);
     const IndexRange keys = visible_keys(attn_band(params, ranges[at.b]), at.t);
-    const Real* q = arrays.q + element_offset(params.q, at.b, at.t, at.head);
-    const Real* dout = arrays.dout + element_offset(params.dout, at.b, at.t, at.head);
-    Real* dq = arrays.dq + element_offset(params.dq, at.b, at.t, at.head);
+    const Real* q = q_rows.at(at.b, at.t, at.head);
+    const Real* dout = dout_rows.at(at.b, at.t, at.head);
+    Real* dq = dq_rows.at(at.b, at.t, at.head);
     for (std::int64_t j = keys.begin; j < keys.end; ++j) {
-      const Real* k = arrays.k + element_offset(params.k, at.b, j, at.head / rep);
-      const Real* v = arrays.v + element_offset(params.v, at.b, j, at.head / rep);
+      const Real* k = k_rows.at(at.b, j, at.head / rep);
+      const Real* v = v_rows.at(at.b, j, at.head / rep);
       const Real dp = dot(dout, v, params.hd);
-      const Real p = arrays.p[row * params.Tk + j];
-      add_scaled(dq, score_gradient(params, q, k, p, dp, arrays.d_row[row]), k, params.hd);
+      const Real p = probs[row * params.Tk + j];
+      add_scaled(dq, score_gradient(params, q, k, p, dp, d_row[row]), k, params.hd);
     }
   }
 }
 
 template <typename Real>
-void bwd_dkv(const AttnParamsOf<Real>& params, const AttnRange* ranges,
-             const BackwardArrays<Real>& arrays, std::int64_t begin, std::int64_t end) {
+void bwd_dkv(const AttnParamsOf<Real>& params, const AttnRange* ranges, const Operands& operands,
+             std::int64_t begin, std::int64_t end) {
   const Int32 rep = params.H / params.Hkv;
+  const HeadRows<const Real> q_rows(operands[kBufferQ]), k_rows(operands[kBufferK]),
+      v_rows(operands[kBufferV]), dout_rows(operands[kBufferDout]);
+  const Real* const probs = elements<const Real>(operands[kBufferP]);
+  const Real* const d_row = elements<const Real>(operands[kBufferDRow]);
+  const HeadRows<Real> dk_rows(operands[kBufferDk]), dv_rows(operands[kBufferDv]);
   for (std::int64_t row = begin; row < end; ++row) {
     const RowPosition at(row, params.Hkv, params.Tk);
     const IndexRange queries = visible_queries(attn_band(params, ranges[at.b]), at.t, params.Tq);
-    const Real* k = arrays.k + element_offset(params.k, at.b, at.t, at.head);
-    const Real* v = arrays.v + element_offset(params.v, at.b, at.t, at.head);
-    Real* dk = arrays.dk + element_offset(params.dk, at.b, at.t, at.head);
-    Real* dv = arrays.dv + element_offset(params.dv, at.b, at.t, at.head);
+    const Real* k = k_rows.at(at.b, at.t, at.head);
+    const Real* v = v_rows.at(at.b, at.t, at.head);
+    Real* dk = dk_rows.at(at.b, at.t, at.head);
+    Real* dv = dv_rows.at(at.b, at.t, at.head);
     for (std::int64_t h = at.head * rep; h < (at.head + 1) * rep; ++h) {
       for (std::int64_t i = queries.begin; i < queries.end; ++i) {
-        const Real* q = arrays.q + element_offset(params.q, at.b, i, h);
-        const Real* dout = arrays.dout + element_offset(params.dout, at.b, i, h);
+        const Real* q = q_rows.at(at.b, i, h);
+        const Real* dout = dout_rows.at(at.b, i, h);
         const std::int64_t query_row = row_index(params, at.b, h, i);
-        const Real p = arrays.p[query_row * params.Tk + at.t];
+        const Real p = probs[query_row * params.Tk + at.t];
         add_scaled(dv, p, dout, params.hd);
         const Real dp = dot(dout, v, params.hd);
-        add_scaled(dk, score_gradient(params, q, k, p, dp, arrays.d_row[query_row]), q, params.hd);
+        add_scaled(dk, score_gradient(params, q, k, p, dp, d_row[query_row]), q, params.hd);
       }
     }
   }

@@ -13,13 +13,12 @@ namespace forge::materialized {
 template <typename Real>
 struct Kernels {
   using Params = AttnParamsOf<Real>;
-  void (*fwd)(const Params&, const AttnRange*, const ForwardArrays<Real>&, std::int64_t begin,
-              std::int64_t end);
-  void (*bwd_d)(const Params&, const BackwardArrays<Real>&, std::int64_t begin, std::int64_t end);
-  void (*bwd_dq)(const Params&, const AttnRange*, const BackwardArrays<Real>&, std::int64_t begin,
-                 std::int64_t end);
-  void (*bwd_dkv)(const Params&, const AttnRange*, const BackwardArrays<Real>&, std::int64_t begin,
-                  std::int64_t end);
+  using Fn = void (*)(const Params&, const AttnRange*, const Operands&, std::int64_t begin,
+                      std::int64_t end);
+  Fn fwd;
+  Fn bwd_d;
+  Fn bwd_dq;
+  Fn bwd_dkv;
 };
 
 namespace baseline {

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <exception>
-#include <initializer_list>
+#include <memory>
+#include <vector>
 
 #include "metal/buffers.h"
 #include "metal/command_stream.h"
@@ -12,78 +13,83 @@
 namespace forge::metal {
 namespace {
 
-// One call: the arrays it is given, then the kernels it runs.
-class Call {
- public:
-  Call(const Problem& problem, const OwnedMemory& owned)
-      : context_(Context::current()),
-        params_(params_as<float>(problem)),
-        buffers_(context_->device(), owned),
-        stream_(context_, buffers_, params_) {
-    buffers_.add_private(kBufferRanges, "ranges", problem.ranges.data(),
-                         problem.ranges.size() * sizeof(AttnRange));
+// How the kernels treat an array; the fused ones write gradients that the materialized ones add to.
+Access access_of(Use use, const Problem& problem) {
+  switch (use) {
+    case Use::kWrite:
+      return Access::kWrite;
+    case Use::kAddTo:
+      if (problem.accumulate) return Access::kAddToContent;
+      return problem.family == Family::kFused ? Access::kWrite : Access::kAddToZero;
+    default:
+      return Access::kRead;
   }
-
-  void query_like(BufferIndex slot, const char* name, Access access, const float* data,
-                  AttnStrides AttnParams::* strides) {
-    add(slot, name, access, data, params_.Tq, params_.H, strides);
-  }
-  void key_like(BufferIndex slot, const char* name, Access access, const float* data,
-                AttnStrides AttnParams::* strides) {
-    add(slot, name, access, data, params_.Tk, params_.Hkv, strides);
-  }
-  // [B, H, Tq, floats], contiguous.
-  void per_row(BufferIndex slot, const char* name, Access access, const float* data,
-               Int64 floats = 1) {
-    buffers_.add({slot, name, access, const_cast<float*>(data), 1, 1, 1, query_rows() * floats});
-  }
-  void optional_dlse(const float* dlse) {
-    if (dlse != nullptr) per_row(kBufferDlse, "dlse", Access::kRead, dlse);
-  }
-  // Memory of the call's own.
-  void scratch(BufferIndex slot, const char* name, Int64 floats) {
-    buffers_.add_private(slot, name, nullptr, static_cast<std::size_t>(floats) * sizeof(float));
-  }
-
-  Ran run(std::initializer_list<Kernel> kernels) {
-    buffers_.make();
-    for (const Kernel& kernel : kernels) stream_.run(kernel);
-    stream_.finish();
-    buffers_.copy_back();
-    return {context_->device_name(), context_->library_origin(), buffers_.report()};
-  }
-
-  const AttnParams& params() const { return params_; }
-
- private:
-  void add(BufferIndex slot, const char* name, Access access, const float* data, Int64 T,
-           Int64 heads, AttnStrides AttnParams::* strides) {
-    buffers_.add({slot, name, access, const_cast<float*>(data), params_.B, T, heads, params_.hd,
-                  &(params_.*strides)});
-  }
-  Int64 query_rows() const { return params_.B * params_.H * params_.Tq; }
-
-  std::shared_ptr<Context> context_;
-  AttnParams params_;
-  Buffers buffers_;
-  CommandStream stream_;
-};
-
-// What the dq and the dk/dv kernels of both families read.
-void add_backward_inputs(Call& call, const BackwardArrays<float>& arrays) {
-  call.query_like(kBufferQ, "q", Access::kRead, arrays.q, &AttnParams::q);
-  call.key_like(kBufferK, "k", Access::kRead, arrays.k, &AttnParams::k);
-  call.key_like(kBufferV, "v", Access::kRead, arrays.v, &AttnParams::v);
-  call.query_like(kBufferDout, "dout", Access::kRead, arrays.dout, &AttnParams::dout);
 }
 
-void add_dq(Call& call, Access access, const BackwardArrays<float>& arrays) {
-  call.query_like(kBufferDq, "dq", access, arrays.dq, &AttnParams::dq);
+// The arrays that the problem's kernels take, bound by their slots.
+void add_operands(Buffers& buffers, AttnParams& params, const Problem& problem) {
+  for (const OperandInfo& info : operand_table()) {
+    const Use use = use_of(info, problem);
+    const Operand& operand = problem.operands[info.slot];
+    if (use == Use::kNone || (use == Use::kReadIfGiven && operand.data == nullptr)) continue;
+    buffers.add(
+        {info.slot, info.name, access_of(use, problem), operand, strides_in(params, info.slot)});
+  }
+  buffers.add_private(kBufferRanges, "ranges", problem.ranges.data(),
+                      problem.ranges.size() * sizeof(AttnRange));
 }
 
-void add_dkv(Call& call, Access access, const BackwardArrays<float>& arrays) {
-  call.key_like(kBufferDk, "dk", access, arrays.dk, &AttnParams::dk);
-  call.key_like(kBufferDv, "dv", access, arrays.dv, &AttnParams::dv);
+std::vector<Kernel> forward_kernels(const Problem& problem, const AttnParams& params) {
+  if (problem.family == Family::kMaterialized) return {materialized::fwd(params)};
+  if (!fused::is_decode(params)) return {fused::fwd(params)};
+  return {fused::decode(params), fused::decode_combine(params)};
+}
+
+std::vector<Kernel> kernels_of(const Problem& problem, const AttnParams& params) {
+  const bool has_dlse = problem.operands[kBufferDlse].data != nullptr;
+  switch (problem.pass) {
+    case Pass::kForward:
+      return forward_kernels(problem, params);
+    case Pass::kBackward:
+      if (problem.family == Family::kFused) {
+        return {fused::bwd_d(params, has_dlse), fused::bwd_dq(params, problem.accumulate),
+                fused::bwd_dkv(params, problem.accumulate)};
+      }
+      return {materialized::bwd_d(params, has_dlse), materialized::bwd_dq(params),
+              materialized::bwd_dkv(params)};
+    case Pass::kBwdD:
+      return {materialized::bwd_d(params, has_dlse)};
+    case Pass::kBwdDq:
+      return {materialized::bwd_dq(params)};
+    case Pass::kBwdDkv:
+      break;
+  }
+  return {materialized::bwd_dkv(params)};
+}
+
+// Memory of the call's own.
+void add_scratch(Buffers& buffers, const Problem& problem, const AttnParams& params) {
+  const auto scratch = [&](BufferIndex slot, const char* name, Int64 floats) {
+    buffers.add_private(slot, name, nullptr, static_cast<std::size_t>(floats) * sizeof(float));
+  };
+  if (problem.pass == Pass::kBackward) {
+    scratch(kBufferDRow, "d_row", params.B * params.H * params.Tq);
+  }
+  const bool fused_forward = problem.family == Family::kFused && problem.pass == Pass::kForward;
+  if (fused_forward && fused::is_decode(params)) {
+    scratch(kBufferPartial, "partial", fused::decode_partial_size(params));
+  }
+}
+
+// Blocks of memory whose pages the device may write: those that nothing but outputs lies in.
+std::vector<MemoryBlock> owned_by_outputs(const Problem& problem) {
+  std::vector<MemoryBlock> owned;
+  for (const OperandInfo& info : operand_table()) {
+    const Use use = use_of(info, problem);
+    const bool written = use == Use::kWrite || use == Use::kAddTo;
+    if (written) owned.push_back(problem.operands[info.slot].owner);
+  }
+  return owned;
 }
 
 }  // namespace
@@ -112,75 +118,20 @@ std::string fused_unavailable_reason(const Problem& problem) {
   }
 }
 
-Ran attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays,
-                  const OwnedMemory& owned) {
+Ran run(const Problem& problem) {
   const AutoreleasePool pool;
-  Call call(problem, owned);
-  const AttnParams& params = call.params();
-  call.query_like(kBufferQ, "q", Access::kRead, arrays.q, &AttnParams::q);
-  call.key_like(kBufferK, "k", Access::kRead, arrays.k, &AttnParams::k);
-  call.key_like(kBufferV, "v", Access::kRead, arrays.v, &AttnParams::v);
-  call.query_like(kBufferO, "out", Access::kWrite, arrays.o, &AttnParams::o);
-  call.per_row(kBufferRowMax, "row_max", Access::kWrite, arrays.stats.row_max);
-  call.per_row(kBufferRowSum, "row_sum", Access::kWrite, arrays.stats.row_sum);
-  if (problem.family == Family::kMaterialized) {
-    call.per_row(kBufferP, "probs", Access::kWrite, arrays.p, params.Tk);
-    return call.run({materialized::fwd(params)});
-  }
-  if (!fused::is_decode(params)) return call.run({fused::fwd(params)});
-  call.scratch(kBufferPartial, "partial", fused::decode_partial_size(params));
-  return call.run({fused::decode(params), fused::decode_combine(params)});
-}
-
-Ran attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, bool accumulate,
-                  const OwnedMemory& owned) {
-  const AutoreleasePool pool;
-  const bool is_fused = problem.family == Family::kFused;
-  Call call(problem, owned);
-  const AttnParams& params = call.params();
-  add_backward_inputs(call, arrays);
-  call.query_like(kBufferO, "out", Access::kRead, arrays.o, &AttnParams::o);
-  call.optional_dlse(arrays.dlse);
-  call.scratch(kBufferDRow, "d_row", params.B * params.H * params.Tq);
-  // The fused kernels write what the materialized ones add to.
-  const Access access = accumulate ? Access::kAddToContent
-                        : is_fused ? Access::kWrite
-                                   : Access::kAddToZero;
-  add_dq(call, access, arrays);
-  add_dkv(call, access, arrays);
-  const bool has_dlse = arrays.dlse != nullptr;
-  if (is_fused) {
-    call.per_row(kBufferRowMax, "row_max", Access::kRead, arrays.stats.row_max);
-    call.per_row(kBufferRowSum, "row_sum", Access::kRead, arrays.stats.row_sum);
-    return call.run({fused::bwd_d(params, has_dlse), fused::bwd_dq(params, accumulate),
-                     fused::bwd_dkv(params, accumulate)});
-  }
-  call.per_row(kBufferP, "probs", Access::kRead, arrays.p, params.Tk);
-  return call.run({materialized::bwd_d(params, has_dlse), materialized::bwd_dq(params),
-                   materialized::bwd_dkv(params)});
-}
-
-Ran run_kernel(BackwardKernel kernel, const Problem& problem, const BackwardArrays<float>& arrays,
-               const OwnedMemory& owned) {
-  const AutoreleasePool pool;
-  Call call(problem, owned);
-  const AttnParams& params = call.params();
-  if (kernel == BackwardKernel::kD) {
-    call.query_like(kBufferO, "o", Access::kRead, arrays.o, &AttnParams::o);
-    call.query_like(kBufferDout, "dout", Access::kRead, arrays.dout, &AttnParams::dout);
-    call.optional_dlse(arrays.dlse);
-    call.per_row(kBufferDRow, "d_row", Access::kWrite, arrays.d_row);
-    return call.run({materialized::bwd_d(params, arrays.dlse != nullptr)});
-  }
-  add_backward_inputs(call, arrays);
-  call.per_row(kBufferP, "p", Access::kRead, arrays.p, params.Tk);
-  call.per_row(kBufferDRow, "d_row", Access::kRead, arrays.d_row);
-  if (kernel == BackwardKernel::kDq) {
-    add_dq(call, Access::kAddToContent, arrays);
-    return call.run({materialized::bwd_dq(params)});
-  }
-  add_dkv(call, Access::kAddToContent, arrays);
-  return call.run({materialized::bwd_dkv(params)});
+  const std::shared_ptr<Context> context = Context::current();
+  const std::vector<MemoryBlock> owned = owned_by_outputs(problem);
+  AttnParams params = params_as<float>(problem);
+  Buffers buffers(context->device(), owned);
+  CommandStream stream(context, buffers, params);
+  add_operands(buffers, params, problem);
+  add_scratch(buffers, problem, params);
+  buffers.make();
+  for (const Kernel& kernel : kernels_of(problem, params)) stream.run(kernel);
+  stream.finish();
+  buffers.copy_back();
+  return {context->device_name(), context->library_origin(), buffers.report()};
 }
 
 }  // namespace forge::metal

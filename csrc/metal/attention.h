@@ -23,15 +23,8 @@ struct Ran {
   std::vector<std::pair<std::string, std::string>> arrays;
 };
 
-// Each waits for the GPU. Throws std::runtime_error with Metal's own text when the device fails;
-// what the outputs hold is then undefined. `owned`: memory whose pages the device may write.
-using OwnedMemory = std::vector<MemoryBlock>;
-Ran attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays,
-                  const OwnedMemory& owned);
-Ran attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, bool accumulate,
-                  const OwnedMemory& owned);
-// One backward kernel; it adds to what its outputs hold.
-Ran run_kernel(BackwardKernel kernel, const Problem& problem, const BackwardArrays<float>& arrays,
-               const OwnedMemory& owned);
+// Computes what problem.pass says and waits for the GPU. Throws std::runtime_error with Metal's own
+// text when the device fails; what the outputs hold is then undefined.
+Ran run(const Problem& problem);
 
 }  // namespace forge::metal

@@ -3,37 +3,37 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <functional>
 #include <new>
+#include <numeric>
+#include <tuple>
 
 #include "core/errors.h"
 
 namespace forge::metal {
 namespace {
 
-// Calls visit(position of element (b, t, h, 0) from element [0, 0, 0, 0], position in a compact
-// copy).
+AttnStrides compact_strides(Int64 T, Int64 heads, Int64 hd) {
+  return {T * heads * hd, heads * hd, hd, 0};
+}
+
+}  // namespace
+
+// Calls visit(bytes from element [0, 0, 0, 0] to (b, t, h, 0), bytes to it in a compact copy).
 template <typename Visit>
-void for_each_row(const DeviceArray& array, const AttnStrides& strides, Visit&& visit) {
+void Buffers::for_each_row(const Placed& placed, const AttnStrides& strides, Visit&& visit) {
   Int64 compact = 0;
-  for (Int64 b = 0; b < array.B; ++b) {
-    for (Int64 t = 0; t < array.T; ++t) {
-      for (Int64 h = 0; h < array.heads; ++h, compact += array.hd) {
-        visit(b * strides.batch + t * strides.row + h * strides.head, compact);
+  for (Int64 b = 0; b < placed.B; ++b) {
+    for (Int64 t = 0; t < placed.T; ++t) {
+      for (Int64 h = 0; h < placed.heads; ++h, compact += placed.hd) {
+        const Int64 at = b * strides.batch + t * strides.row + h * strides.head;
+        visit(at * placed.element_bytes(), compact * placed.element_bytes());
       }
     }
   }
 }
-
-AttnStrides compact_strides(const DeviceArray& array) {
-  return {array.T * array.heads * array.hd, array.heads * array.hd, array.hd, 0};
-}
-
-std::size_t row_bytes(const DeviceArray& array) {
-  return static_cast<std::size_t>(array.hd) * sizeof(float);
-}
-
-}  // namespace
 
 Buffers::Buffers(MTL::Device& device, const std::vector<MemoryBlock>& owned)
     : device_(device), owned_(owned), page_size_(static_cast<std::size_t>(sysconf(_SC_PAGESIZE))) {}
@@ -41,7 +41,15 @@ Buffers::Buffers(MTL::Device& device, const std::vector<MemoryBlock>& owned)
 void Buffers::add(const DeviceArray& array) {
   Placed placed;
   placed.array = array;
-  if (array.strides != nullptr) placed.given_strides = *array.strides;
+  const std::array<Int64, 4>& shape = array.operand.shape;
+  if (array.strides != nullptr) {
+    placed.given_strides = array.operand.heads_strides();
+    std::tie(placed.B, placed.T, placed.heads, placed.hd) =
+        std::tie(shape[0], shape[1], shape[2], shape[3]);
+  } else {
+    placed.hd = std::accumulate(shape.begin(), shape.begin() + array.operand.ndim, Int64{1},
+                                std::multiplies<>());
+  }
   place(placed);
   arrays_.push_back(placed);
 }
@@ -54,18 +62,18 @@ void Buffers::add_private(BufferIndex slot, const char* name, const void* data, 
 
 // Finds the bytes and the pages that an array touches.
 void Buffers::place(Placed& placed) const {
-  const DeviceArray& array = placed.array;
-  if (array.empty()) return;
+  if (placed.empty()) return;
   Int64 lowest = 0;
-  Int64 end = array.hd;
+  Int64 end = placed.hd;
   const AttnStrides& strides = placed.given_strides;
-  for (const auto& [extent, stride] :
-       {std::pair{array.B, strides.batch}, {array.T, strides.row}, {array.heads, strides.head}}) {
+  for (const auto& [extent, stride] : {std::pair{placed.B, strides.batch},
+                                       {placed.T, strides.row},
+                                       {placed.heads, strides.head}}) {
     const Int64 reach = (extent - 1) * stride;
     (reach < 0 ? lowest : end) += reach;
   }
-  placed.span = {reinterpret_cast<const char*>(array.data + lowest),
-                 reinterpret_cast<const char*>(array.data + end)};
+  placed.span = {placed.data() + lowest * placed.element_bytes(),
+                 placed.data() + end * placed.element_bytes()};
   const auto page_of = [&](const char* at) {
     return at - reinterpret_cast<std::uintptr_t>(at) % page_size_;
   };
@@ -82,7 +90,7 @@ bool Buffers::may_write(const Placed& placed) const {
 void Buffers::make() {
   std::vector<Placed*> wrapped;
   for (Placed& placed : arrays_) {
-    if (placed.array.empty()) continue;
+    if (placed.empty()) continue;
     if (placed.array.access == Access::kRead || may_write(placed)) {
       wrapped.push_back(&placed);
     } else {
@@ -101,11 +109,11 @@ void Buffers::make() {
     first = last;
   }
   for (Placed& placed : arrays_) {
-    if (placed.array.empty()) continue;
+    if (placed.empty()) continue;
     if (placed.array.strides != nullptr) *placed.array.strides = placed.device_strides;
     if (placed.array.access != Access::kAddToZero) continue;
-    for_each_row(placed.array, placed.device_strides, [&](Int64 at, Int64) {
-      std::memset(placed.device_data + at, 0, row_bytes(placed.array));
+    for_each_row(placed, placed.device_strides, [&](Int64 at, Int64) {
+      std::memset(placed.device_data + at, 0, placed.row_bytes());
     });
   }
 }
@@ -126,25 +134,24 @@ void Buffers::wrap_together(const std::vector<Placed*>& group, const MemoryBlock
     }
     placed->buffer = buffer;
     placed->offset = static_cast<std::size_t>(placed->span.begin - pages.begin);
-    placed->device_data = placed->array.data;
+    placed->device_data = placed->data();
     placed->device_strides = placed->given_strides;
-    placed->device_strides.first =
-        placed->array.data - reinterpret_cast<const float*>(placed->span.begin);
+    placed->device_strides.first = (placed->data() - placed->span.begin) / placed->element_bytes();
     mark(*placed);
   }
 }
 
 void Buffers::stage(Placed& placed, const std::string& reason) const {
   const DeviceArray& array = placed.array;
-  const auto floats = static_cast<std::size_t>(array.B * array.T * array.heads * array.hd);
-  placed.buffer = new_buffer(array.name, floats * sizeof(float));
+  const auto rows = static_cast<std::size_t>(placed.B * placed.T * placed.heads);
+  placed.buffer = new_buffer(array.name, rows * placed.row_bytes());
   placed.copied = reason;
-  placed.device_data = static_cast<float*>(placed.buffer->contents());
-  placed.device_strides = compact_strides(array);
+  placed.device_data = static_cast<char*>(placed.buffer->contents());
+  placed.device_strides = compact_strides(placed.T, placed.heads, placed.hd);
   mark(placed);
   if (array.access != Access::kRead && array.access != Access::kAddToContent) return;
-  for_each_row(array, placed.given_strides, [&](Int64 at, Int64 compact) {
-    std::memcpy(placed.device_data + compact, array.data + at, row_bytes(array));
+  for_each_row(placed, placed.given_strides, [&](Int64 at, Int64 compact) {
+    std::memcpy(placed.device_data + compact, placed.data() + at, placed.row_bytes());
   });
 }
 
@@ -176,17 +183,16 @@ void Buffers::bind(MTL::ComputeCommandEncoder& encoder) const {
   for (const Placed& placed : arrays_) {
     // Nobody reads an array without elements, but its slot must hold something.
     const MTL::Buffer* buffer =
-        placed.array.empty() ? private_.front().buffer.get() : placed.buffer.get();
+        placed.empty() ? private_.front().buffer.get() : placed.buffer.get();
     encoder.setBuffer(buffer, placed.offset, placed.array.slot);
   }
 }
 
 void Buffers::copy_back() const {
   for (const Placed& placed : arrays_) {
-    const DeviceArray& array = placed.array;
-    if (placed.copied.empty() || array.access == Access::kRead) continue;
-    for_each_row(array, placed.given_strides, [&](Int64 at, Int64 compact) {
-      std::memcpy(array.data + at, placed.device_data + compact, row_bytes(array));
+    if (placed.copied.empty() || placed.array.access == Access::kRead) continue;
+    for_each_row(placed, placed.given_strides, [&](Int64 at, Int64 compact) {
+      std::memcpy(placed.data() + at, placed.device_data + compact, placed.row_bytes());
     });
   }
 }

@@ -19,17 +19,14 @@ enum class Access {
   kAddToContent,  // added to
 };
 
-// One array of a call. Strides are in floats; `strides` are the kernel's own in AttnParams and are
-// set to those of the buffer, or null for a contiguous array of `hd` floats.
+// One array of a call. `strides` are the kernel's own in AttnParams and are set to those of the
+// buffer; null for an array that is C-contiguous.
 struct DeviceArray {
   BufferIndex slot;
   const char* name;
   Access access;
-  float* data;  // element [0, 0, 0, 0]
-  Int64 B = 1, T = 1, heads = 1, hd = 0;
-  AttnStrides* strides = nullptr;
-
-  bool empty() const { return B == 0 || T == 0 || heads == 0 || hd == 0; }
+  Operand operand;
+  AttnStrides* strides;
 };
 
 // Arrays on the same pages share a buffer, bound at different offsets.
@@ -56,20 +53,28 @@ class Buffers {
   using BufferPtr = NS::SharedPtr<MTL::Buffer>;
   struct Placed {
     DeviceArray array;
+    Int64 B = 1, T = 1, heads = 1, hd = 0;  // rows of hd elements
     AttnStrides given_strides{};
     MemoryBlock span{};   // the bytes from the lowest element to the end of the highest
     MemoryBlock pages{};  // the same, in whole pages
     BufferPtr buffer;
     std::size_t offset = 0;
-    std::string copied;            // why; empty when wrapped
-    float* device_data = nullptr;  // element [0, 0, 0, 0] in the buffer
+    std::string copied;           // why; empty when wrapped
+    char* device_data = nullptr;  // element [0, 0, 0, 0] in the buffer
     AttnStrides device_strides{};
+
+    bool empty() const { return B == 0 || T == 0 || heads == 0 || hd == 0; }
+    char* data() const { return static_cast<char*>(array.operand.data); }
+    Int64 element_bytes() const { return dtype_bytes(array.operand.dtype); }
+    std::size_t row_bytes() const { return static_cast<std::size_t>(hd * element_bytes()); }
   };
   struct Private {
     BufferIndex slot;
     BufferPtr buffer;
   };
 
+  template <typename Visit>
+  static void for_each_row(const Placed& placed, const AttnStrides& strides, Visit&& visit);
   void place(Placed& placed) const;
   bool may_write(const Placed& placed) const;
   void wrap_together(const std::vector<Placed*>& group, const MemoryBlock& pages) const;

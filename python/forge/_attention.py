@@ -81,17 +81,18 @@ def _forward(call: Call, out: object) -> tuple[Array, Saved]:
     new = {name: new_array(extents, dtype) for name, extents in needed.items()}
     result: Array = new["out"] if out is None else out  # type: ignore[assignment]
     o = np.asarray(result)
-    ran = _forge.attention_fwd(
-        call.q,
-        call.k,
-        call.v,
-        split_heads(o, sizes.H),
-        new.get("p"),
-        new["row_max"],
-        new["row_sum"],
-        call.options,
-    )
-    _run.record(ran, call.kernel, call.arrays)
+    arrays = {
+        "q": call.q,
+        "k": call.k,
+        "v": call.v,
+        "o": split_heads(o, sizes.H),
+        "row_max": new["row_max"],
+        "row_sum": new["row_sum"],
+    }
+    if "p" in new:
+        arrays["p"] = new["p"]
+    ran = _forge.run("forward", arrays, False, call.options)
+    _run.record_call(ran, call.kernel, call.arrays)
     return result, Saved(call, o, new["row_max"], new["row_sum"], new.get("p"), ran["backend"])
 
 
@@ -390,5 +391,5 @@ def _run_backward(
         given["dlse"] = np.ascontiguousarray(inputs["dlse"])
         if given["dlse"] is not inputs["dlse"] and arrays["dlse"] == IN_PLACE:
             arrays["dlse"] = "copied: not C-contiguous"
-    ran = _forge.attention_bwd(given, accumulate, options)
-    _run.record(ran, call.kernel, arrays)
+    ran = _forge.run("backward", given, accumulate, options)
+    _run.record_call(ran, call.kernel, arrays)

@@ -1,8 +1,9 @@
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Pass = Literal["forward", "backward", "bwd_d", "bwd_dq", "bwd_dkv"]
 
 class NotServedError(ValueError):
     """No backend, or not the one that was named, can serve the call."""
@@ -18,7 +19,7 @@ class Options(TypedDict):
     cpu_target: str
 
 # Calls that cost little. None, with nothing touched: Python is to check everything and to call
-# attention_fwd or attention_bwd.
+# run.
 def attention(
     q: object,
     k: object,
@@ -67,52 +68,10 @@ def attention_backward(
     /,
 ) -> tuple[Array, Array, Array] | None: ...
 def last_plain_run() -> dict[str, Any] | None: ...
-def attention_fwd(
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    p: Array | None,
-    row_max: Array,
-    row_sum: Array,
-    options: Options,
-) -> dict[str, Any]: ...
-def attention_bwd(
-    arrays: dict[str, Array], accumulate: bool, options: Options
-) -> dict[str, Any]: ...
-def attention_fwd_f32(
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    p: Array,
-    row_max: Array,
-    row_sum: Array,
-    options: Options,
-) -> dict[str, Any]: ...
-def attention_bwd_d_f32(
-    o: Array, dout: Array, dlse: Array | None, d_row: Array, options: Options
-) -> dict[str, Any]: ...
-def attention_bwd_dq_f32(
-    q: Array,
-    k: Array,
-    v: Array,
-    p: Array,
-    dout: Array,
-    d_row: Array,
-    dq: Array,
-    options: Options,
-) -> dict[str, Any]: ...
-def attention_bwd_dkv_f32(
-    q: Array,
-    k: Array,
-    v: Array,
-    p: Array,
-    dout: Array,
-    d_row: Array,
-    dk: Array,
-    dv: Array,
-    options: Options,
+
+# Arrays by the names in csrc/core/operands.h; what the call does not read or write is left alone.
+def run(
+    call: Pass, arrays: dict[str, Array], accumulate: bool, options: Options
 ) -> dict[str, Any]: ...
 def backends() -> dict[str, dict[str, Any]]: ...
 def build_config() -> dict[str, Any]: ...

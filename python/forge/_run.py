@@ -20,6 +20,13 @@ def record(ran: dict[str, Any], requested_kernel: str, arrays: dict[str, str]) -
     _state.last = {**ran, "requested_kernel": requested_kernel, "arrays": used}
 
 
+def record_call(ran: dict[str, Any], requested_kernel: str, arrays: dict[str, str]) -> None:
+    """Keep the report of a whole call, arrays by the names that its caller knows."""
+    names = {"o": "out", "p": "probs"}
+    used = {names.get(name, name): how for name, how in ran["arrays"].items()}
+    record({**ran, "arrays": used}, requested_kernel, arrays)
+
+
 def last_run() -> dict[str, Any] | None:
     """Say what the last forge call of this thread ran on; None before the first.
 

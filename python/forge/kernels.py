@@ -12,11 +12,9 @@ C-contiguous.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from forge import _forge, _run
+from forge import _forge
 from forge._arrays import (
     IN_PLACE,
     Array,
@@ -35,6 +33,7 @@ from forge._options import (
     compiled_options,
     head_counts,
 )
+from forge._run import record
 
 __all__ = [
     "attention_bwd_d_f32",
@@ -91,18 +90,7 @@ def attention_fwd_f32(
         row_max=(row_max, rows),
         row_sum=(row_sum, rows),
     )
-    q, k, v = _split(inputs, heads)
-    ran = _forge.attention_fwd_f32(
-        q,
-        k,
-        v,
-        split_heads(outputs["o"], heads.H),
-        outputs["p"],
-        outputs["row_max"],
-        outputs["row_sum"],
-        _options(given, heads, backend),
-    )
-    _record(ran, inputs)
+    _run("forward", inputs, outputs, heads, _options(given, heads, backend))
 
 
 def attention_bwd_d_f32(
@@ -132,14 +120,7 @@ def attention_bwd_d_f32(
         inputs.update(_inputs(dlse=dlse))
         _require_shape("dlse", inputs["dlse"], rows)
     outputs = _outputs(inputs, d_row=(d_row, rows))
-    ran = _forge.attention_bwd_d_f32(
-        split_heads(inputs["o"], heads.H),
-        split_heads(inputs["dout"], heads.H),
-        inputs.get("dlse"),
-        outputs["d_row"],
-        _options(MaskAndScale(), heads, backend),
-    )
-    _record(ran, inputs)
+    _run("bwd_d", inputs, outputs, heads, _options(MaskAndScale(), heads, backend))
 
 
 def attention_bwd_dq_f32(
@@ -180,18 +161,7 @@ def attention_bwd_dq_f32(
     inputs = _inputs(q=q, k=k, v=v, p=p, dout=dout, d_row=d_row)
     heads = _backward_heads(inputs, num_heads, num_kv_heads)
     outputs = _outputs(inputs, dq=(dq, inputs["q"].shape))
-    q, k, v = _split(inputs, heads)
-    ran = _forge.attention_bwd_dq_f32(
-        q,
-        k,
-        v,
-        inputs["p"],
-        split_heads(inputs["dout"], heads.H),
-        inputs["d_row"],
-        split_heads(outputs["dq"], heads.H),
-        _options(given, heads, backend),
-    )
-    _record(ran, inputs)
+    _run("bwd_dq", inputs, outputs, heads, _options(given, heads, backend))
 
 
 def attention_bwd_dkv_f32(
@@ -233,21 +203,11 @@ def attention_bwd_dkv_f32(
     inputs = _inputs(q=q, k=k, v=v, p=p, dout=dout, d_row=d_row)
     heads = _backward_heads(inputs, num_heads, num_kv_heads)
     outputs = _outputs(inputs, dk=(dk, inputs["k"].shape), dv=(dv, inputs["v"].shape))
-    q, k, v = _split(inputs, heads)
-    ran = _forge.attention_bwd_dkv_f32(
-        q,
-        k,
-        v,
-        inputs["p"],
-        split_heads(inputs["dout"], heads.H),
-        inputs["d_row"],
-        split_heads(outputs["dk"], heads.Hkv),
-        split_heads(outputs["dv"], heads.Hkv),
-        _options(given, heads, backend),
-    )
-    _record(ran, inputs)
+    _run("bwd_dkv", inputs, outputs, heads, _options(given, heads, backend))
 
 
+_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
+_OF_HEADS = frozenset({"q", "o", "dout", "dq"}) | _OF_KEYS
 _CONTIGUOUS = frozenset({"p", "row_max", "row_sum", "d_row", "dlse"})
 
 
@@ -298,17 +258,21 @@ def _backward_heads(
     return heads
 
 
-def _split(inputs: dict[str, Array], heads: Sizes) -> tuple[Array, Array, Array]:
-    return (
-        split_heads(inputs["q"], heads.H),
-        split_heads(inputs["k"], heads.Hkv),
-        split_heads(inputs["v"], heads.Hkv),
-    )
-
-
 def _options(given: MaskAndScale, heads: Sizes, backend: str | None) -> _forge.Options:
     return compiled_options(given, heads, _FLOAT32, "materialized", backend_name(backend))
 
 
-def _record(ran: dict[str, Any], inputs: dict[str, Array]) -> None:
-    _run.record(ran, "materialized", dict.fromkeys(inputs, IN_PLACE))
+def _run(
+    call: _forge.Pass,
+    inputs: dict[str, Array],
+    outputs: dict[str, Array],
+    sizes: Sizes,
+    options: _forge.Options,
+) -> None:
+    """Run one kernel, which adds to gradients, and keep its report."""
+    arrays = inputs | outputs
+    for name in _OF_HEADS & arrays.keys():
+        heads = sizes.Hkv if name in _OF_KEYS else sizes.H
+        arrays[name] = split_heads(arrays[name], heads)
+    ran = _forge.run(call, arrays, True, options)
+    record(ran, "materialized", dict.fromkeys(inputs, IN_PLACE))

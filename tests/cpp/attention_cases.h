@@ -14,6 +14,7 @@
 #include "core/cpu_target.h"
 #include "core/problem.h"
 #include "cpu/attention.h"
+#include "operand_of.h"
 
 namespace forge_test {
 
@@ -81,7 +82,11 @@ class Array {
 
   const float* base() const { return data_.data() + origin_; }
   float* base() { return data_.data() + origin_; }
-  const forge::AttnStrides& strides() const { return strides_; }
+  forge::Operand operand() const {
+    forge::Operand operand = contiguous(base(), {B_, T_, heads_, hd_});
+    operand.strides = {strides_.batch, strides_.row, strides_.head, 1};
+    return operand;
+  }
   float& at(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d) {
     return base()[forge::element_offset(strides_, b, t, h) + d];
   }
@@ -152,8 +157,7 @@ inline Arrays make_arrays(const Case& c) {
 
 // o (and everything else of the forward) contiguous.
 inline forge::Problem problem_of(const Case& c, const Arrays& arrays) {
-  forge::Problem problem;
-  auto& p = problem.params;
+  forge::Problem p;
   p.B = c.B;
   p.Tq = c.Tq;
   p.Tk = c.Tk;
@@ -165,14 +169,13 @@ inline forge::Problem problem_of(const Case& c, const Arrays& arrays) {
   p.window_right = c.window_right;
   p.scale = c.used_scale();
   p.softcap = c.softcap;
-  p.q = arrays.q.strides();
-  p.k = arrays.k.strides();
-  p.v = arrays.v.strides();
-  p.o = {c.Tq * c.H * c.hd, c.H * c.hd, c.hd, 0};
+  p.operands[forge::kBufferQ] = arrays.q.operand();
+  p.operands[forge::kBufferK] = arrays.k.operand();
+  p.operands[forge::kBufferV] = arrays.v.operand();
   for (std::int64_t b = 0; b < c.B; ++b) {
-    problem.ranges.push_back({c.offset(b), c.start(b), c.end(b)});
+    p.ranges.push_back({c.offset(b), c.start(b), c.end(b)});
   }
-  return problem;
+  return p;
 }
 
 struct ForwardResult {
@@ -186,13 +189,11 @@ inline ForwardResult run_forward(const Case& c, const Arrays& arrays, forge::Cpu
   result.o.assign(static_cast<std::size_t>(c.B * c.Tq * c.H * c.hd), unset);
   result.row_max.assign(static_cast<std::size_t>(c.B * c.H * c.Tq), unset);
   result.row_sum = result.row_max;
-  forge::ForwardArrays<float> in{};
-  in.q = arrays.q.base();
-  in.k = arrays.k.base();
-  in.v = arrays.v.base();
-  in.o = result.o.data();
-  in.stats = {result.row_max.data(), result.row_sum.data()};
-  forge::cpu::attention_fwd(problem_of(c, arrays), in, target);
+  forge::Problem problem = problem_of(c, arrays);
+  give(problem, forge::kBufferO, result.o);
+  give(problem, forge::kBufferRowMax, result.row_max);
+  give(problem, forge::kBufferRowSum, result.row_sum);
+  forge::cpu::attention_fwd(problem, target);
   return result;
 }
 

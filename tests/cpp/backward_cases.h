@@ -57,26 +57,21 @@ inline Gradients run(const Call& call, CpuTarget target) {
   const Case& c = call.c;
   ForwardResult forward = run_forward(c, call.in, target);
   forge::Problem problem = problem_of(c, call.in);
-  auto& p = problem.params;
-  p.dout = call.dout.strides();
-  p.dq = {c.Tq * c.H * c.hd, c.H * c.hd, c.hd, 0};
-  p.dk = p.dv = {c.Tk * c.Hkv * c.hd, c.Hkv * c.hd, c.hd, 0};
+  give(problem, forge::kBufferO, forward.o);
+  give(problem, forge::kBufferRowMax, forward.row_max);
+  give(problem, forge::kBufferRowSum, forward.row_sum);
   Gradients out;
   out.dq = start_values(c.B * c.Tq * c.H * c.hd, call.accumulate);
   out.dk = start_values(c.B * c.Tk * c.Hkv * c.hd, call.accumulate);
   out.dv = out.dk;
-  forge::BackwardArrays<float> arrays{};
-  arrays.q = call.in.q.base();
-  arrays.k = call.in.k.base();
-  arrays.v = call.in.v.base();
-  arrays.o = forward.o.data();
-  arrays.dout = call.dout.base();
-  arrays.dlse = call.dlse.empty() ? nullptr : call.dlse.data();
-  arrays.stats = {forward.row_max.data(), forward.row_sum.data()};
-  arrays.dq = out.dq.data();
-  arrays.dk = out.dk.data();
-  arrays.dv = out.dv.data();
-  forge::cpu::attention_bwd(problem, arrays, call.accumulate, target);
+  problem.pass = forge::Pass::kBackward;
+  problem.accumulate = call.accumulate;
+  problem.operands[forge::kBufferDout] = call.dout.operand();
+  if (!call.dlse.empty()) give(problem, forge::kBufferDlse, call.dlse);
+  give(problem, forge::kBufferDq, out.dq);
+  give(problem, forge::kBufferDk, out.dk);
+  give(problem, forge::kBufferDv, out.dv);
+  forge::cpu::attention_bwd(problem, target);
   return out;
 }
 

@@ -15,6 +15,7 @@
 #include "check.h"
 #include "core/cpu_target.h"
 #include "dispatch/backend.h"
+#include "operand_of.h"
 
 namespace {
 
@@ -66,39 +67,32 @@ struct Case {
   std::vector<float> q, k, v, dout;
   std::vector<Answer> answers;
 
-  std::int64_t query_size() const {
-    return problem.params.B * problem.params.Tq * problem.params.H * problem.params.hd;
-  }
-  std::int64_t key_size() const {
-    return problem.params.B * problem.params.Tk * problem.params.Hkv * problem.params.hd;
-  }
-  std::int64_t rows() const { return problem.params.B * problem.params.H * problem.params.Tq; }
+  std::int64_t query_size() const { return problem.B * problem.Tq * problem.H * problem.hd; }
+  std::int64_t key_size() const { return problem.B * problem.Tk * problem.Hkv * problem.hd; }
+  std::int64_t rows() const { return problem.B * problem.H * problem.Tq; }
 };
 
 Case read_case(Reader& reader) {
   Case result;
   result.name = reader.name();
-  auto& params = result.problem.params;
+  forge::Problem& problem = result.problem;
   const auto sizes = reader.array<std::int64_t>(9);
-  params.B = sizes[0];
-  params.Tq = sizes[1];
-  params.Tk = sizes[2];
-  params.H = static_cast<forge::Int32>(sizes[3]);
-  params.Hkv = static_cast<forge::Int32>(sizes[4]);
-  params.hd = static_cast<forge::Int32>(sizes[5]);
-  params.causal = static_cast<forge::Int32>(sizes[6]);
-  params.window_left = sizes[7];
-  params.window_right = sizes[8];
-  params.scale = reader.value<double>();
-  params.softcap = reader.value<double>();
-  const std::int64_t q_row = sizes[3] * sizes[5], k_row = sizes[4] * sizes[5];
-  params.q = params.o = params.dout = params.dq = {params.Tq * q_row, q_row, sizes[5], 0};
-  params.k = params.v = params.dk = params.dv = {params.Tk * k_row, k_row, sizes[5], 0};
-  for (std::int64_t b = 0; b < params.B; ++b) {
+  problem.B = sizes[0];
+  problem.Tq = sizes[1];
+  problem.Tk = sizes[2];
+  problem.H = static_cast<forge::Int32>(sizes[3]);
+  problem.Hkv = static_cast<forge::Int32>(sizes[4]);
+  problem.hd = static_cast<forge::Int32>(sizes[5]);
+  problem.causal = sizes[6] != 0;
+  problem.window_left = sizes[7];
+  problem.window_right = sizes[8];
+  problem.scale = reader.value<double>();
+  problem.softcap = reader.value<double>();
+  for (std::int64_t b = 0; b < problem.B; ++b) {
     const auto range = reader.array<std::int64_t>(3);
-    result.problem.ranges.push_back({range[0], range[1], range[2]});
+    problem.ranges.push_back({range[0], range[1], range[2]});
   }
-  result.ignored = reader.array<std::uint8_t>(params.B * params.Tq);
+  result.ignored = reader.array<std::uint8_t>(problem.B * problem.Tq);
   result.q = reader.array<float>(result.query_size());
   result.k = reader.array<float>(result.key_size());
   result.v = reader.array<float>(result.key_size());
@@ -129,7 +123,7 @@ std::vector<Case> read_cases(const std::string& path) {
 // What one family computed on one target. Unwritten elements stay NaN and fail every comparison.
 struct Result {
   std::string family;  // the family that ran
-  std::vector<float> out, probs, row_max, row_sum, lse, d_row, dq, dk, dv;
+  std::vector<float> out, probs, row_max, row_sum, lse, dq, dk, dv;
 
   const std::vector<float>& named(const std::string& name) const {
     if (name == "out") return out;
@@ -151,53 +145,47 @@ Result run(const Case& given, forge::Family family, const std::string& target) {
   Result result;
   for (auto* array : {&result.out, &result.dq}) *array = sized(given.query_size());
   for (auto* array : {&result.dk, &result.dv}) *array = sized(given.key_size());
-  for (auto* array : {&result.row_max, &result.row_sum, &result.lse, &result.d_row}) {
+  for (auto* array : {&result.row_max, &result.row_sum, &result.lse}) {
     *array = sized(given.rows());
   }
   const bool keeps_probs = family == forge::Family::kMaterialized;
-  if (keeps_probs) result.probs = sized(given.rows() * problem.params.Tk);
+  if (keeps_probs) result.probs = sized(given.rows() * problem.Tk);
 
-  forge::ForwardBuffers forward;
-  forward.f32 = {given.q.data(),
-                 given.k.data(),
-                 given.v.data(),
-                 result.out.data(),
-                 keeps_probs ? result.probs.data() : nullptr,
-                 {result.row_max.data(), result.row_sum.data()}};
+  const std::pair<forge::BufferIndex, const std::vector<float>*> operands[] = {
+      {forge::kBufferQ, &given.q},
+      {forge::kBufferK, &given.k},
+      {forge::kBufferV, &given.v},
+      {forge::kBufferO, &result.out},
+      {forge::kBufferP, &result.probs},
+      {forge::kBufferRowMax, &result.row_max},
+      {forge::kBufferRowSum, &result.row_sum},
+      {forge::kBufferDout, &given.dout},
+      {forge::kBufferDq, &result.dq},
+      {forge::kBufferDk, &result.dk},
+      {forge::kBufferDv, &result.dv}};
+  for (const auto& [slot, values] : operands) forge_test::give(problem, slot, *values);
   const forge::Backend* backend = forge::choose_backend(problem, "cpu").backend;
-  result.family = backend->forward(problem, forward, target).kernel;
+  result.family = backend->run(problem, target).kernel;
   for (std::size_t row = 0; row < result.lse.size(); ++row) {
     result.lse[row] = result.row_max[row] + std::log(result.row_sum[row]);
   }
 
-  forge::BackwardBuffers backward;
-  backward.f32 = {given.q.data(),
-                  given.k.data(),
-                  given.v.data(),
-                  result.out.data(),
-                  given.dout.data(),
-                  nullptr,
-                  keeps_probs ? result.probs.data() : nullptr,
-                  {result.row_max.data(), result.row_sum.data()},
-                  result.d_row.data(),
-                  result.dq.data(),
-                  result.dk.data(),
-                  result.dv.data()};
-  backend->backward(problem, backward, false, target);
+  problem.pass = forge::Pass::kBackward;
+  backend->run(problem, target);
   return result;
 }
 
 // Whether element `i` of the array belongs to a query row that its project gives no meaning to.
 bool is_ignored(const Case& given, const std::string& name, std::size_t i) {
   if (name == "dk" || name == "dv") return false;
-  const auto& params = given.problem.params;
+  const forge::Problem& problem = given.problem;
   const auto at = static_cast<std::int64_t>(i);
   std::int64_t row;  // over [B, Tq]
   if (name == "lse" || name == "probs") {
-    const std::int64_t query = name == "lse" ? at : at / params.Tk;  // over [B, H, Tq]
-    row = query / (params.H * params.Tq) * params.Tq + query % params.Tq;
+    const std::int64_t query = name == "lse" ? at : at / problem.Tk;  // over [B, H, Tq]
+    row = query / (problem.H * problem.Tq) * problem.Tq + query % problem.Tq;
   } else {
-    row = at / (params.H * params.hd);
+    row = at / (problem.H * problem.hd);
   }
   return given.ignored[static_cast<std::size_t>(row)] != 0;
 }

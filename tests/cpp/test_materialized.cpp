@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <limits>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "check.h"
 #include "core/thread_pool.h"
 #include "materialized/attention.h"
+#include "operand_of.h"
 #include "shared/attn_math.h"
 
 namespace {
@@ -144,36 +146,37 @@ void expected_backward(Arrays& a, const Options& opt) {
 
 forge::Problem problem_of(const Arrays& a, const Options& opt) {
   forge::Problem problem;
-  auto& params = problem.params;
-  params.B = a.B;
-  params.Tq = a.Tq;
-  params.Tk = a.Tk;
-  params.window_left = opt.left;
-  params.window_right = opt.right;
-  params.H = static_cast<forge::Int32>(a.H);
-  params.Hkv = static_cast<forge::Int32>(a.Hkv);
-  params.hd = static_cast<forge::Int32>(a.hd);
-  params.causal = opt.causal;
-  params.scale = opt.scale;
-  params.softcap = opt.softcap;
-  params.q = params.o = params.dout = params.dq = {a.Tq * a.H * a.hd, a.H * a.hd, a.hd, 0};
-  params.k = params.v = params.dk = params.dv = {a.Tk * a.Hkv * a.hd, a.Hkv * a.hd, a.hd, 0};
+  problem.family = forge::Family::kMaterialized;
+  problem.B = a.B;
+  problem.Tq = a.Tq;
+  problem.Tk = a.Tk;
+  problem.window_left = opt.left;
+  problem.window_right = opt.right;
+  problem.H = static_cast<forge::Int32>(a.H);
+  problem.Hkv = static_cast<forge::Int32>(a.Hkv);
+  problem.hd = static_cast<forge::Int32>(a.hd);
+  problem.causal = opt.causal != 0;
+  problem.scale = opt.scale;
+  problem.softcap = opt.softcap;
   problem.ranges.assign(static_cast<std::size_t>(a.B),
                         {opt.offset, opt.key_start, std::min(opt.key_end, a.Tk)});
   return problem;
 }
 
 void run(Arrays& a, const Options& opt, forge::CpuTarget target) {
-  const forge::Problem problem = problem_of(a, opt);
-  const forge::ForwardArrays<float> forward{a.q.data(), a.k.data(), a.v.data(),
-                                            a.o.data(), a.p.data(), {a.m.data(), a.l.data()}};
-  const forge::BackwardArrays<float> backward{
-      a.q.data(), a.k.data(),         a.v.data(), a.o.data(),  a.dout.data(), a.dlse.data(),
-      a.p.data(), {nullptr, nullptr}, a.d.data(), a.dq.data(), a.dk.data(),   a.dv.data()};
-  forge::materialized::attention_fwd(problem, forward, target);
-  forge::materialized::attention_bwd_d(problem, backward, target);
-  forge::materialized::attention_bwd_dq(problem, backward, target);
-  forge::materialized::attention_bwd_dkv(problem, backward, target);
+  forge::Problem problem = problem_of(a, opt);
+  const std::pair<forge::BufferIndex, const std::vector<float>*> given[] = {
+      {forge::kBufferQ, &a.q},      {forge::kBufferK, &a.k},       {forge::kBufferV, &a.v},
+      {forge::kBufferO, &a.o},      {forge::kBufferP, &a.p},       {forge::kBufferRowMax, &a.m},
+      {forge::kBufferRowSum, &a.l}, {forge::kBufferDout, &a.dout}, {forge::kBufferDlse, &a.dlse},
+      {forge::kBufferDRow, &a.d},   {forge::kBufferDq, &a.dq},     {forge::kBufferDk, &a.dk},
+      {forge::kBufferDv, &a.dv}};
+  for (const auto& [slot, values] : given) forge_test::give(problem, slot, *values);
+  for (const forge::Pass pass :
+       {forge::Pass::kForward, forge::Pass::kBwdD, forge::Pass::kBwdDq, forge::Pass::kBwdDkv}) {
+    problem.pass = pass;
+    forge::materialized::run(problem, target);
+  }
 }
 
 void check_case(const Arrays& inputs, const Options& opt) {

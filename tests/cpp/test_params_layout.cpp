@@ -32,19 +32,30 @@ void test_fields_are_consecutive() {
 
 void test_params_as_keeps_every_field() {
   forge::Problem problem;
-  std::memset(static_cast<void*>(&problem.params), 0, sizeof problem.params);
-  // The integer part of both instances has one layout: fill it with distinct bytes.
-  constexpr std::size_t integers = offsetof(forge::AttnParams, scale);
-  static_assert(integers == offsetof(forge::AttnParamsOf<double>, scale), "same integer part");
-  unsigned char bytes[integers];
-  for (std::size_t at = 0; at < integers; ++at) bytes[at] = static_cast<unsigned char>(at * 7 + 1);
-  std::memcpy(static_cast<void*>(&problem.params), bytes, integers);
-  problem.params.scale = 0.125;
-  problem.params.softcap = 50;
-  const forge::AttnParams narrow = forge::params_as<float>(problem);
-  CHECK(std::memcmp(&narrow, bytes, integers) == 0);
-  CHECK(narrow.scale == 0.125f);
-  CHECK(narrow.softcap == 50.0f);
+  problem.B = 1;
+  problem.Tq = 2;
+  problem.Tk = 3;
+  problem.window_left = 4;
+  problem.window_right = 5;
+  forge::AttnParams expected{1, 2, 3, 4, 5, {}, {}, {}, {}, {}, {}, {}, {}, 6, 7, 8, 1, 0.125f, 50};
+  std::int64_t count = 100;
+  for (const forge::OperandInfo& info : forge::operand_table()) {
+    forge::AttnStrides* strides = forge::strides_in(expected, info.slot);
+    const bool heads = info.axes == forge::Axes::kQueryHeads || info.axes == forge::Axes::kKeyHeads;
+    CHECK((strides != nullptr) == heads);
+    if (strides == nullptr) continue;
+    *strides = {count, count + 1, count + 2, 0};
+    problem.operands[info.slot].strides = {count, count + 1, count + 2, 1};
+    count += 3;
+  }
+  problem.H = 6;
+  problem.Hkv = 7;
+  problem.hd = 8;
+  problem.causal = true;
+  problem.scale = 0.125;
+  problem.softcap = 50;
+  const forge::AttnParams params = forge::params_as<float>(problem);
+  CHECK(std::memcmp(&params, &expected, sizeof params) == 0);
 }
 
 }  // namespace

@@ -16,10 +16,10 @@ forge::Problem problem_of(forge::Family family, forge::DType dtype, int hd) {
   forge::Problem problem;
   problem.family = family;
   problem.dtype = dtype;
-  problem.params.B = 1;
-  problem.params.H = 1;
-  problem.params.Hkv = 1;
-  problem.params.hd = hd;
+  problem.B = 1;
+  problem.H = 1;
+  problem.Hkv = 1;
+  problem.hd = hd;
   return problem;
 }
 

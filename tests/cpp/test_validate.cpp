@@ -6,20 +6,21 @@
 #include "check.h"
 #include "core/errors.h"
 #include "core/validate.h"
+#include "operand_of.h"
 
 namespace {
 
 forge::Problem valid_problem() {
   forge::Problem problem;
-  problem.params.B = 2;
-  problem.params.Tq = 3;
-  problem.params.Tk = 5;
-  problem.params.H = 4;
-  problem.params.Hkv = 2;
-  problem.params.hd = 8;
-  problem.params.window_left = -1;
-  problem.params.window_right = -1;
-  problem.params.scale = 1;
+  problem.B = 2;
+  problem.Tq = 3;
+  problem.Tk = 5;
+  problem.H = 4;
+  problem.Hkv = 2;
+  problem.hd = 8;
+  problem.window_left = -1;
+  problem.window_right = -1;
+  problem.scale = 1;
   problem.ranges = {{2, 0, 5}, {2, 0, 5}};
   return problem;
 }
@@ -45,67 +46,69 @@ void test_problem() {
   forge::check_problem(valid_problem());
   using P = forge::Problem&;
   const double inf = std::numeric_limits<double>::infinity();
-  CHECK(problem_refused("num_heads", [](P p) { p.params.H = 0; }));
-  CHECK(problem_refused("num_kv_heads", [](P p) { p.params.Hkv = 0; }));
-  CHECK(problem_refused("head dim", [](P p) { p.params.hd = 0; }));
-  CHECK(problem_refused("4 and 3", [](P p) { p.params.Hkv = 3; }));
-  CHECK(problem_refused("window left", [](P p) { p.params.window_left = -2; }));
-  CHECK(problem_refused("window right", [](P p) { p.params.window_right = -2; }));
-  CHECK(problem_refused("scale", [&](P p) { p.params.scale = -inf; }));
-  CHECK(problem_refused("scale", [](P p) { p.params.scale = 1e300; }));
-  CHECK(problem_refused("softcap", [](P p) { p.params.softcap = -1; }));
-  CHECK(problem_refused("softcap", [](P p) { p.params.softcap = 1e-60; }));
+  CHECK(problem_refused("num_heads", [](P p) { p.H = 0; }));
+  CHECK(problem_refused("num_kv_heads", [](P p) { p.Hkv = 0; }));
+  CHECK(problem_refused("head dim", [](P p) { p.hd = 0; }));
+  CHECK(problem_refused("4 and 3", [](P p) { p.Hkv = 3; }));
+  CHECK(problem_refused("window left", [](P p) { p.window_left = -2; }));
+  CHECK(problem_refused("window right", [](P p) { p.window_right = -2; }));
+  CHECK(problem_refused("scale", [&](P p) { p.scale = -inf; }));
+  CHECK(problem_refused("scale", [](P p) { p.scale = 1e300; }));
+  CHECK(problem_refused("softcap", [](P p) { p.softcap = -1; }));
+  CHECK(problem_refused("softcap", [](P p) { p.softcap = 1e-60; }));
   CHECK(problem_refused("ranges", [](P p) { p.ranges.pop_back(); }));
   CHECK(problem_refused("key_start", [](P p) { p.ranges[1].key_start = -1; }));
   CHECK(problem_refused("key_end", [](P p) { p.ranges[1].key_end = 6; }));
 }
 
-forge::ArrayView heads_array() {
-  forge::ArrayView view;
-  view.name = "q";
-  view.writeable = true;
-  view.shape = {2, 3, 4, 8};
-  view.strides = {96, 32, 8, 1};
-  return view;
+const forge::OperandInfo& info_of(forge::BufferIndex slot) {
+  return forge::operand_table()[static_cast<std::size_t>(slot)];
 }
 
-void test_arrays() {
-  const auto check = [](const forge::ArrayView& view) {
-    forge::check_heads_array(view, {2, 3, 4, 8}, forge::DType::kFloat32);
-  };
-  check(heads_array());
-  forge::ArrayView wrong = heads_array();
-  wrong.shape[1] = 2;
-  CHECK(refuses<std::invalid_argument>("q must have shape (2, 3, 4, 8)", [&] { check(wrong); }));
-  wrong = heads_array();
-  wrong.dtype = forge::DType::kFloat64;
-  CHECK(refuses<forge::TypeError>("q must be float32", [&] { check(wrong); }));
-  wrong = heads_array();
-  wrong.strides[3] = 2;
-  CHECK(refuses<std::invalid_argument>("unit stride", [&] { check(wrong); }));
-  wrong = heads_array();
-  wrong.writeable = false;
-  CHECK(refuses<std::invalid_argument>("writeable", [&] { forge::check_output(wrong); }));
-  wrong = heads_array();
-  wrong.strides[1] = 0;
-  CHECK(refuses<std::invalid_argument>("zero stride", [&] { forge::check_output(wrong); }));
+// Whether the forward of the valid problem refuses the changed operand in these words.
+template <typename Error, typename Change>
+bool operand_refused(forge::BufferIndex slot, const std::string& text, Change&& change) {
+  const float unread = 0;
+  forge::Problem problem = valid_problem();
+  problem.operands[forge::kBufferQ] = forge_test::contiguous(&unread, {2, 3, 4, 8});
+  problem.operands[forge::kBufferO] = forge_test::contiguous(&unread, {2, 3, 4, 8});
+  problem.operands[forge::kBufferRowMax] = forge_test::contiguous(&unread, {2, 4, 3});
+  forge::check_operand(info_of(slot), problem);
+  change(problem.operands[slot]);
+  return refuses<Error>(text, [&] { forge::check_operand(info_of(slot), problem); });
 }
 
-void test_contiguous_arrays() {
-  const auto check = [](const forge::ArrayView& view) {
-    forge::check_contiguous_array(view, {2, 3, 4, 8}, forge::DType::kFloat32);
-  };
-  check(heads_array());
-  forge::ArrayView strided = heads_array();
-  strided.strides[0] = 192;
-  CHECK(refuses<std::invalid_argument>("C-contiguous", [&] { check(strided); }));
+void test_operands() {
+  using O = forge::Operand&;
+  using Invalid = std::invalid_argument;
+  const auto q = forge::kBufferQ, o = forge::kBufferO, row_max = forge::kBufferRowMax;
+  CHECK(operand_refused<Invalid>(q, "q must have shape (2, 3, 4, 8), got (2, 2, 4, 8)",
+                                 [](O x) { x.shape[1] = 2; }));
+  CHECK(operand_refused<Invalid>(q, "q must have shape (2, 3, 4, 8), got (2, 3, 4)",
+                                 [](O x) { x.ndim = 3; }));
+  CHECK(operand_refused<forge::TypeError>(q, "q must be float32, got float64",
+                                          [](O x) { x.dtype = forge::DType::kFloat64; }));
+  CHECK(operand_refused<Invalid>(q, "q must have a last axis of unit stride",
+                                 [](O x) { x.strides[3] = 2; }));
+  CHECK(operand_refused<Invalid>(o, "o must be writeable", [](O x) { x.writeable = false; }));
+  CHECK(operand_refused<Invalid>(o, "o must have no zero stride, got one on axis 1",
+                                 [](O x) { x.strides[1] = 0; }));
+  CHECK(operand_refused<Invalid>(row_max, "row_max must be C-contiguous",
+                                 [](O x) { x.strides[0] = 24; }));
+}
+
+// Each row of the table stands at the place that its slot says.
+void test_table() {
+  for (std::size_t at = 0; at < forge::kOperands; ++at) {
+    CHECK(static_cast<std::size_t>(forge::operand_table()[at].slot) == at);
+  }
 }
 
 }  // namespace
 
 int main() {
   test_problem();
-  test_arrays();
-  test_contiguous_arrays();
+  test_operands();
+  test_table();
   return test_result();
 }

@@ -4,29 +4,19 @@ Run as a script in a process of its own: whatever is passed, the process must en
 Prints one line for each call that should have been refused but was not, and then "done".
 """
 
+import functools
 import itertools
 
 import forge
 import numpy as np
 
 REFUSALS = (TypeError, ValueError, MemoryError)
-FORWARD = ("q", "k", "v", "o", "p", "row_max", "row_sum", "options")
-SIGNATURES = {
-    "attention_fwd": FORWARD,
-    "attention_fwd_f32": FORWARD,
-    "attention_bwd": ("arrays", "accumulate", "options"),
-    "attention_bwd_d_f32": ("o", "dout", "dlse", "d_row", "options"),
-    "attention_bwd_dq_f32": ("q", "k", "v", "p", "dout", "d_row", "dq", "options"),
-    "attention_bwd_dkv_f32": ("q", "k", "v", "p", "dout", "d_row", "dk", "dv", "options"),
-}
-OUTPUTS = {"row_max", "row_sum", "dq", "dk", "dv"}
-OUTPUTS_OF = {  # o, p and d_row are read by some and written by others
-    "attention_fwd": OUTPUTS | {"o", "p"},
-    "attention_fwd_f32": OUTPUTS | {"o", "p"},
-    "attention_bwd": {"dq", "dk", "dv"},
-    "attention_bwd_d_f32": {"d_row"},
-    "attention_bwd_dq_f32": {"dq"},
-    "attention_bwd_dkv_f32": {"dk", "dv"},
+OUTPUTS = {  # o, p and d_row are read by some and written by others
+    "forward": {"o", "p", "row_max", "row_sum"},
+    "backward": {"dq", "dk", "dv"},
+    "bwd_d": {"d_row"},
+    "bwd_dq": {"dq"},
+    "bwd_dkv": {"dk", "dv"},
 }
 NOT_ARRAYS = (None, 0, 1.5, "x", b"x", [1.0], (), {}, object(), np.ndarray, np.float32(1))
 INTS = (-2, -(2**31), -(2**63), 2**63, 2**64, 2**70, 1.5, None, "x", [])
@@ -46,9 +36,6 @@ BAD = {
     "backend": ("x", "cpu\0", None, 1, [], "\ud800"),
     "cpu_target": ("x", "avx2\0", None, 1, []),
 }
-OVERRIDDEN = {
-    "kernel": ("attention_fwd_f32",)
-}  # the four kernels are materialized whatever is said
 LEGAL = {"causal": (True, False), "window": ((-1, -1), (0, 0), (2**63 - 1, 2**63 - 1)),
          "scale": (0.0, -1e30, 1e-30), "softcap": (0.0, 1e-30, 1e30)}  # fmt: skip
 
@@ -94,27 +81,30 @@ def bad_arrays(x, output):
 
 
 def recorded_calls():
-    """One good call of each entry point, as its public functions make them."""
+    """The arguments of good calls of each kind, as the public functions make them."""
     calls = []
-    module = forge._forge
-    originals = {name: getattr(module, name) for name in SIGNATURES}
+    original = forge._forge.run
 
-    def recorder(name):
-        def call(*args):
-            calls.append((name, args))
-            return originals[name](*args)
+    def recorder(*args):
+        calls.append(args)
+        return original(*args)
 
-        return call
-
-    for name in SIGNATURES:
-        setattr(module, name, recorder(name))
+    forge._forge.run = recorder
     rng = np.random.default_rng(5)
     q, dout = (rng.standard_normal((2, 3, 4, 5)).astype(np.float32) for _ in range(2))
     k, v = (rng.standard_normal((2, 6, 2, 5)).astype(np.float32) for _ in range(2))
     rows = np.zeros((2, 4, 3), np.float32)
     for kernel in ("fused", "materialized"):
         _, saved = forge.attention_forward(
-            q, k, v, causal=True, query_offset=2, key_end=5, softcap=2.0, kernel=kernel
+            q,
+            k,
+            v,
+            causal=True,
+            query_offset=2,
+            key_end=5,
+            softcap=2.0,
+            kernel=kernel,
+            out=q.copy(),
         )
         forge.attention_backward(dout, saved, dlse=rows)
     o, p, m, d, dq, dk, dv = (x.copy() for x in (q, saved.probs, rows, rows, q, k, v))
@@ -122,8 +112,7 @@ def recorded_calls():
     forge.kernels.attention_bwd_d_f32(o, dout, d, dlse=rows)
     forge.kernels.attention_bwd_dq_f32(q, k, v, p, dout, d, dq)
     forge.kernels.attention_bwd_dkv_f32(q, k, v, p, dout, d, dk, dv)
-    for name, original in originals.items():
-        setattr(module, name, original)
+    forge._forge.run = original
     return calls
 
 
@@ -142,65 +131,60 @@ def attempt(label, refused, function, *args):
         print("not refused:", label)
 
 
-def attack_options(name, args, function):
+def attack_options(args):
+    kind, options = args[0], args[-1]
+
     def call(refused, **changes):
         def with_changes():
-            function(*(fresh(x) for x in args[:-1]), {**args[-1], **changes})
+            forge._forge.run(*(fresh(x) for x in args[:-1]), {**options, **changes})
 
-        attempt((name, changes), refused, with_changes)
+        attempt((kind, changes), refused, with_changes)
 
-    four = name.endswith("_f32")
     for option, values in BAD.items():
         for value in values:
-            text = isinstance(value, str)
-            call(not (four and option == "kernel" and text), **{option: value})
+            call(True, **{option: value})
     for option, values in LEGAL.items():
         for value in values:
             call(False, **{option: value})
     for ranges in bad_ranges(2, 6):
-        call(name != "attention_bwd_d_f32", ranges=ranges)  # which has no keys
+        call(kind != "bwd_d", ranges=ranges)  # which has no keys
     extreme = np.array([[-(2**63), 0, 6], [2**63 - 1, 6, 0]], np.int64)
     call(False, ranges=extreme, causal=True, window=(2**63 - 1, 2**63 - 1))
     for wrong in NOT_ARRAYS:  # {} among them: options without a field
-        attempt((name, "options", wrong), True, function, *(fresh(x) for x in args[:-1]), wrong)
+        attempt((kind, "options", wrong), True, forge._forge.run, *args[:-1], wrong)
 
 
-def attack_arrays(name, names, arrays, call):
-    """call(arrays) with one of them replaced at a time."""
-    optional = {"dlse", "p"}
-    fused = "p" not in arrays or arrays["p"] is None
-    for target in names:
-        good = arrays[target]
-        if good is None:
+def attack_arrays(args):
+    """Each array replaced by wrong ones, and left out."""
+    kind, arrays = args[:2]
+
+    def call(others, **wrong):
+        given = {name: fresh(x) for name, x in others.items()}
+        forge._forge.run(kind, given | wrong, *args[2:])
+
+    unread = set()  # m and l are in p already
+    if kind == "backward" and args[-1]["kernel"] == "materialized":
+        unread = {"row_max", "row_sum"}
+    for target, good in arrays.items():
+        if target in unread:
             continue
-        bad = itertools.chain(NOT_ARRAYS, bad_arrays(good, target in OUTPUTS_OF[name]))
-        for value in bad:
-            free = (target in optional and value is None) or (target == "p" and fused)
-            label = (name, target, getattr(value, "shape", value), getattr(value, "dtype", None))
-            attempt(
-                label, not free, call, {x: fresh(y) for x, y in arrays.items()} | {target: value}
-            )
+        for value in itertools.chain(NOT_ARRAYS, bad_arrays(good, target in OUTPUTS[kind])):
+            label = (kind, target, getattr(value, "shape", value), getattr(value, "dtype", None))
+            attempt(label, True, functools.partial(call, **{target: value}), arrays)
+        rest = {name: x for name, x in arrays.items() if name != target}
+        attempt((kind, "missing", target), target != "dlse", call, rest)
+    for wrong in NOT_ARRAYS:
+        attempt((kind, "arrays", wrong), True, forge._forge.run, kind, wrong, *args[2:])
 
 
 def main():
-    for name, args in recorded_calls():
-        function = getattr(forge._forge, name)
-        names = SIGNATURES[name]
-        if name == "attention_bwd":
-            attack_arrays(name, list(args[0]), args[0], lambda x, f=function, a=args: f(x, *a[1:]))
-            for missing in set(args[0]) - {"dlse"}:
-                rest = {x: fresh(y) for x, y in args[0].items() if x != missing}
-                attempt((name, "missing", missing), True, function, rest, *args[1:])
-            for wrong in NOT_ARRAYS:
-                attempt((name, "arrays", wrong), True, function, wrong, *args[1:])
-        else:
-            arrays = dict(zip(names[:-1], args[:-1], strict=True))
-            attack_arrays(
-                name, names[:-1], arrays, lambda x, f=function, a=args: f(*x.values(), a[-1])
-            )
-        attack_options(name, args, function)
-        attempt((name, "no arguments"), True, function)
-        attempt((name, "too many arguments"), True, function, *args, None)
+    for args in recorded_calls():
+        attack_arrays(args)
+        attack_options(args)
+        for wrong in ("", "x", "forward\0", None, 1, "\ud800"):
+            attempt(("call", wrong), True, forge._forge.run, wrong, *args[1:])
+        attempt((args[0], "no arguments"), True, forge._forge.run)
+        attempt((args[0], "too many arguments"), True, forge._forge.run, *args, None)
     for n in (0, -1, -(2**31), 2**31, 2**63, 2**70, 1.5, None, "x", []):
         attempt(("set_num_threads", n), True, forge._forge.set_num_threads, n)
     for B in (2**50, 2**60):  # no elements, and more sequences than there is memory for

@@ -71,40 +71,41 @@ def test_the_plain_evaluation_agrees_with_the_oracle(problem):
         np.testing.assert_allclose(mine[name], want, rtol=1e-9, atol=1e-9 * np.abs(want).max())
 
 
-def broken(name, spoil):
-    """The compiled function `name`, its outputs spoilt after the call."""
-    real = getattr(_forge, name)
+def spoil_runs(monkeypatch, call, spoil, *, single=False):
+    """Spoils the arrays after runs of `call`: of whole calls, or of kernels run one by one."""
+    real = _forge.run
 
-    def call(*arguments):
-        ran = real(*arguments)
-        spoil(*arguments)
+    def run(which, arrays, accumulate, options):
+        ran = real(which, arrays, accumulate, options)
+        if which == call and accumulate is single:  # single kernels add to gradients
+            spoil(arrays, options)
         return ran
 
-    return call
+    monkeypatch.setattr(_forge, "run", run)
 
 
-def spoil_output(q, k, v, o, *_):
-    o[-1, -1, -1, -1] += 1e-3
+def spoil_output(arrays, _):
+    arrays["o"][-1, -1, -1, -1] += 1e-3
 
 
-def spoil_with_nan(q, k, v, o, *_):
-    o[0, 0, 0, 0] = np.nan
+def spoil_with_nan(arrays, _):
+    arrays["o"][0, 0, 0, 0] = np.nan
 
 
-def spoil_gradient(arrays, *_):
+def spoil_gradient(arrays, _):
     arrays["dk"] *= 1 + 1e-4
 
 
 @pytest.mark.parametrize(
-    ("name", "spoil", "array"),
+    ("call", "spoil", "array"),
     [
-        ("attention_fwd", spoil_output, "out"),
-        ("attention_fwd", spoil_with_nan, "out"),
-        ("attention_bwd", spoil_gradient, "dk"),
+        ("forward", spoil_output, "out"),
+        ("forward", spoil_with_nan, "out"),
+        ("backward", spoil_gradient, "dk"),
     ],
 )
-def test_a_wrong_number_fails_the_check(few, name, spoil, array, monkeypatch, capsys):
-    monkeypatch.setattr(_forge, name, broken(name, spoil))
+def test_a_wrong_number_fails_the_check(few, call, spoil, array, monkeypatch, capsys):
+    spoil_runs(monkeypatch, call, spoil)
     status, report = checked(capsys)
     assert status == 1
     assert not report["ok"]
@@ -117,10 +118,10 @@ def test_a_wrong_number_fails_the_check(few, name, spoil, array, monkeypatch, ca
 
 
 def test_a_wrong_single_kernel_fails_the_check(few, monkeypatch, capsys):
-    def spoil(q, k, v, p, dout, d_row, dq, options):
-        dq[0, 0, 0, 0] += 1e-3
+    def spoil(arrays, _):
+        arrays["dq"][0, 0, 0, 0] += 1e-3
 
-    monkeypatch.setattr(_forge, "attention_bwd_dq_f32", broken("attention_bwd_dq_f32", spoil))
+    spoil_runs(monkeypatch, "bwd_dq", spoil, single=True)
     status, report = checked(capsys)
     assert status == 1
     assert {x["kernel"] for x in report["checks"] if not x["ok"]} == {"attention_bwd_dq_f32"}
@@ -130,13 +131,13 @@ def test_one_other_bit_fails_the_check(few, monkeypatch, capsys):
     """Every second call of a kernel is off by one ulp: nobody's bound, but not the same bits."""
     calls = {"fused": 0, "materialized": 0}
 
-    def spoil(q, k, v, o, p, row_max, row_sum, options):
-        kernel = options["kernel"]
+    def spoil(arrays, options):
+        kernel, o = options["kernel"], arrays["o"]
         calls[kernel] += 1
         if calls[kernel] % 2:
             o[0, -1, 0, 0] = np.nextafter(o[0, -1, 0, 0], np.float32(np.inf))
 
-    monkeypatch.setattr(_forge, "attention_fwd", broken("attention_fwd", spoil))
+    spoil_runs(monkeypatch, "forward", spoil)
     status, report = checked(capsys)
     assert status == 1
     for kernel in ("fused", "materialized"):
@@ -148,15 +149,18 @@ def test_one_other_bit_fails_the_check(few, monkeypatch, capsys):
 
 
 def test_a_backend_that_raises_is_an_error_in_the_table(few, monkeypatch, capsys):
-    def lost(*_):
-        raise RuntimeError("the device was lost | restart")
+    real = _forge.run
 
-    monkeypatch.setattr(_forge, "attention_fwd", lost)
+    def lost(call, *others):
+        if call in ("forward", "bwd_d"):
+            raise RuntimeError("the device was lost | restart")
+        return real(call, *others)
+
+    monkeypatch.setattr(_forge, "run", lost)
     assert _cli.main(["check", "--backend", "cpu"]) == 1
     out = capsys.readouterr().out
     assert "**error**: RuntimeError: the device was lost \\| restart |" in out
     assert "Traceback" not in out
-    monkeypatch.setattr(_forge, "attention_bwd_d_f32", lost)
     status, report = checked(capsys)
     assert status == 1
     assert "RuntimeError: the device was lost | restart" in {x["fault"] for x in report["checks"]}
@@ -166,14 +170,14 @@ def test_what_a_backend_does_not_serve_is_said_and_is_no_failure(few, monkeypatc
     wide = np.zeros((1, 1, 1, 600), np.float32)
     with pytest.raises(ValueError, match=f"^{REFUSAL}") as refusal:
         forge.attention(wide, wide, wide, backend="cpu")
-    real = _forge.attention_fwd
+    real = _forge.run
 
     def no_fused(*arguments):
         if arguments[-1]["kernel"] == "fused":
             raise refusal.value
         return real(*arguments)
 
-    monkeypatch.setattr(_forge, "attention_fwd", no_fused)
+    monkeypatch.setattr(_forge, "run", no_fused)
     status, report = checked(capsys)
     assert status == 0
     assert "not served" in report["verdict"]
@@ -184,37 +188,25 @@ def test_what_a_backend_does_not_serve_is_said_and_is_no_failure(few, monkeypatc
     assert f"fused\n\nnot served: {refusal.value}\n" in capsys.readouterr().out
 
 
-COMPILED = (
-    "attention_fwd",
-    "attention_bwd",
-    "attention_fwd_f32",
-    "attention_bwd_d_f32",
-    "attention_bwd_dq_f32",
-    "attention_bwd_dkv_f32",
-)
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """A stand-in for a GPU without fused kernels: the CPU under another name."""
     present = {name: {"ok": True, "reason": ""} for name in ("metal", "cpu")}
     monkeypatch.setattr(forge, "backends", lambda: present)
 
-    def stand_in(real):
-        def call(*arguments):
-            *arrays, options = arguments
-            if options["backend"] != "metal":
-                return real(*arguments)
-            if options["kernel"] == "fused":
-                raise _forge.NotServedError(f"{REFUSAL} with kernel='fused', got 'metal': none yet")
-            ran = real(*arrays, {**options, "backend": "cpu"})
-            gpu = {"backend": "metal", "device": "Stand-in GPU", "library": "source: a test"}
-            return {**ran, **gpu, "arrays": {"q": "wrapped"}}
+    real = _forge.run
 
-        return call
+    def stand_in(*arguments):
+        *call, options = arguments
+        if options["backend"] != "metal":
+            return real(*arguments)
+        if options["kernel"] == "fused":
+            raise _forge.NotServedError(f"{REFUSAL} with kernel='fused', got 'metal': none yet")
+        ran = real(*call, {**options, "backend": "cpu"})
+        gpu = {"backend": "metal", "device": "Stand-in GPU", "library": "source: a test"}
+        return {**ran, **gpu, "arrays": {"q": "wrapped"}}
 
-    for name in COMPILED:
-        monkeypatch.setattr(_forge, name, stand_in(getattr(_forge, name)))
+    monkeypatch.setattr(_forge, "run", stand_in)
 
 
 def test_a_gpu_that_serves_one_family_is_checked_for_that(few, gpu, capsys):
@@ -229,16 +221,16 @@ def test_a_gpu_that_serves_one_family_is_checked_for_that(few, gpu, capsys):
 
 
 def test_a_gpu_with_other_bits_than_the_cpu_fails(few, gpu, monkeypatch, capsys):
-    on_gpu = _forge.attention_bwd_dkv_f32
+    on_gpu = _forge.run
 
-    def one_ulp_off(*arguments):
-        ran = on_gpu(*arguments)
-        if ran["backend"] == "metal":
-            dv = arguments[-2]
+    def one_ulp_off(call, arrays, *others):
+        ran = on_gpu(call, arrays, *others)
+        if ran["backend"] == "metal" and call == "bwd_dkv":
+            dv = arrays["dv"]
             dv[0, 60, 0, 0] = np.nextafter(dv[0, 60, 0, 0], np.float32(np.inf))
         return ran
 
-    monkeypatch.setattr(_forge, "attention_bwd_dkv_f32", one_ulp_off)
+    monkeypatch.setattr(_forge, "run", one_ulp_off)
     assert _cli.main(["check", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     wrong = {(x["device"], x["kernel"]) for x in report["checks"] if not x["ok"]}
@@ -287,7 +279,7 @@ def test_any_other_value_error_is_a_fault(few, monkeypatch, capsys):
     def refuse(*_):
         raise ValueError("q must have shape (1, 2), got (3, 4)")
 
-    monkeypatch.setattr(_forge, "attention_fwd", refuse)
+    monkeypatch.setattr(_forge, "run", refuse)
     status, report = checked(capsys)
     assert status == 1
     assert failed(report, "fused")[0]["fault"].startswith("ValueError: q must have shape")

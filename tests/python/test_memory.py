@@ -163,7 +163,7 @@ def test_the_compiled_backward_keeps_its_arrays_alive():
 
         def call(arrays=arrays, started=started):
             started.set()
-            forge._forge.attention_bwd(arrays, False, options)
+            forge._forge.run("backward", arrays, False, options)
 
         thread = threading.Thread(target=call)
         thread.start()

@@ -44,19 +44,19 @@ def test_errors_of_the_compiled_module_name_the_argument():
             "k": q,
             "v": q,
             "o": q.copy(),
-            "p": None,
             "row_max": rows.copy(),
             "row_sum": rows.copy(),
         }
         with pytest.raises(error, match=rf"^{name}\b"):
-            forge._forge.attention_fwd(*(good | given).values(), OPTIONS)
+            forge._forge.run("forward", good | given, False, OPTIONS)
 
 
 def test_refused_raw_calls_write_nothing():
     q = np.ones((1, 2, 1, 4), np.float32)
     o, rows = np.full_like(q, 7), np.full((1, 1, 2), 7, np.float32)
     options = OPTIONS | {"ranges": np.array([[0, 0, 3]], np.int64)}  # one key too many
+    arrays = {"q": q, "k": q, "v": q, "o": o, "row_max": rows, "row_sum": rows.copy()}
     with pytest.raises(ValueError, match="key_end"):
-        forge._forge.attention_fwd(q, q, q, o, None, rows, rows.copy(), options)
+        forge._forge.run("forward", arrays, False, options)
     assert (o == 7).all()
     assert (rows == 7).all()

@@ -18,9 +18,22 @@ struct GradientSum {
   AttnStrides strides;
 };
 
+// Strides stand in the parameters. dlse is null for zero.
+struct BackwardArrays {
+  const float* q;
+  const float* k;
+  const float* v;
+  const float* o;
+  const float* dout;
+  const float* dlse;
+  const float* row_max;
+  const float* row_sum;
+  float* dq;
+};
+
 struct BackwardProblem {
   AttnParamsOf<float> params;
-  BackwardArrays<float> arrays;
+  BackwardArrays arrays;
   GradientSum dk;
   GradientSum dv;
   const AttnRange* ranges;

@@ -121,8 +121,8 @@ FORGE_INLINE Vec load_group(const BackwardProblem& problem, const RowArrays<Stor
       rows.dout[j] = arrays.dout + element_offset(params.dout, b, i, h);
       rows.o[j] = arrays.o + element_offset(params.o, b, i, h);
     }
-    block.row_max[r] = live ? problem.arrays.stats.row_max[stats_at[j]] : 0;
-    block.inverse_sum[r] = live ? 1 / problem.arrays.stats.row_sum[stats_at[j]] : 0;
+    block.row_max[r] = live ? problem.arrays.row_max[stats_at[j]] : 0;
+    block.inverse_sum[r] = live ? 1 / problem.arrays.row_sum[stats_at[j]] : 0;
     if (j < present) place.next();
   }
   const bool whole = contains(block.live, group.first) &&
@@ -168,7 +168,7 @@ FORGE_INLINE void load_rows_of(const BackwardProblem& problem, const RowArrays<S
 }
 
 void load_rows(const BackwardProblem& problem, BackwardBlock& block) {
-  const BackwardArrays<Real>& arrays = problem.arrays;
+  const BackwardArrays& arrays = problem.arrays;
   load_rows_of(problem, RowArrays<Real, Real>{arrays.q, arrays.dout, arrays.o}, block);
 }
 

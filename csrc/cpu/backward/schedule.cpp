@@ -9,7 +9,6 @@
 // up in order.
 #include <algorithm>
 #include <atomic>
-#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -17,6 +16,7 @@
 #include "core/thread_pool.h"
 #include "core/zero_fill.h"
 #include "cpu/attention.h"
+#include "cpu/backward/block_queue.h"
 #include "cpu/scratch.h"
 #include "cpu/splits.h"
 
@@ -156,46 +156,6 @@ void find_keys(const BackwardProblem& problem, BackwardBlock& block) {
     block.all = overlap(block.all, keys);
   }
 }
-
-// Who works on which block next. A worker stays with its kv head, whose keys and gradients then
-// stay in its cache, and takes a fresh one when it is done; with none left it joins the head that
-// has most left. The blocks of a head always go out last rows first, which see most under a causal
-// mask. Only when a block is worked on depends on this, not what it adds to what.
-class BlockQueue {
- public:
-  struct Item {
-    Int64 group;
-    Int64 block;
-  };
-
-  BlockQueue(Int64 groups, Int64 blocks, std::size_t workers)
-      : groups_(groups), left_(static_cast<std::size_t>(groups), blocks), at_(workers, -1) {}
-
-  // There must be one left.
-  Item take(int worker) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    Int64& group = at_[static_cast<std::size_t>(worker)];
-    if (group < 0 || left(group) == 0) group = fresh_ < groups_ ? fresh_++ : most_left();
-    return {group, --left(group)};
-  }
-
- private:
-  Int64& left(Int64 group) { return left_[static_cast<std::size_t>(group)]; }
-
-  Int64 most_left() {
-    Int64 best = -1;
-    for (Int64 group : at_) {
-      if (group >= 0 && (best < 0 || left(group) > left(best))) best = group;
-    }
-    return best;
-  }
-
-  const Int64 groups_;
-  std::vector<Int64> left_;  // [groups]: blocks not yet given out
-  std::vector<Int64> at_;    // [workers]: the kv head each is at, or -1
-  Int64 fresh_ = 0;          // the first kv head that nobody has begun
-  std::mutex mutex_;
-};
 
 class Backward {
  public:
@@ -382,16 +342,26 @@ class Backward {
 
 }  // namespace
 
-void attention_bwd(const Problem& problem, const BackwardArrays<float>& arrays, bool accumulate,
-                   CpuTarget target) {
-  if (problem.params.B == 0 || problem.params.Tq == 0 || problem.params.Tk == 0) {
-    if (!accumulate) zero_gradients(problem, arrays);
+void attention_bwd(const Problem& problem, CpuTarget target) {
+  if (problem.B == 0 || problem.Tq == 0 || problem.Tk == 0) {
+    if (!problem.accumulate) zero_gradients<float>(problem);
     return;
   }
+  const Operands& operands = problem.operands;
   const AttnParams params = params_as<float>(problem);
-  const BackwardProblem backward{
-      params,    arrays, {arrays.dk, params.dk}, {arrays.dv, params.dv}, problem.ranges.data(),
-      accumulate};
+  BackwardArrays arrays;
+  arrays.q = elements<const float>(operands[kBufferQ]);
+  arrays.k = elements<const float>(operands[kBufferK]);
+  arrays.v = elements<const float>(operands[kBufferV]);
+  arrays.o = elements<const float>(operands[kBufferO]);
+  arrays.dout = elements<const float>(operands[kBufferDout]);
+  arrays.dlse = elements<const float>(operands[kBufferDlse]);
+  arrays.row_max = elements<const float>(operands[kBufferRowMax]);
+  arrays.row_sum = elements<const float>(operands[kBufferRowSum]);
+  arrays.dq = elements<float>(operands[kBufferDq]);
+  const GradientSum dk = {elements<float>(operands[kBufferDk]), params.dk};
+  const GradientSum dv = {elements<float>(operands[kBufferDv]), params.dv};
+  const BackwardProblem backward{params, arrays, dk, dv, problem.ranges.data(), problem.accumulate};
   Backward(backward, kernel_tables(target).backward).run();
 }
 

@@ -75,23 +75,30 @@ void run_tiles(const Forward& forward) {
 }
 
 // Every row is dead.
-void forward_without_keys(const Problem& problem, const ForwardArrays<float>& arrays) {
-  const AttnParamsOf<double>& params = problem.params;
-  const Int64 rows = params.B * params.H * params.Tq;
-  fill_zero(arrays.o, params.o, params, params.Tq, params.H);
-  if (arrays.stats.row_max == nullptr) return;
-  std::fill_n(arrays.stats.row_max, rows, -std::numeric_limits<float>::infinity());
-  std::fill_n(arrays.stats.row_sum, rows, 0.0f);
+void forward_without_keys(const Problem& problem) {
+  const Int64 rows = problem.B * problem.H * problem.Tq;
+  const Operands& operands = problem.operands;
+  fill_zero<float>(operands[kBufferO]);
+  if (float* row_max = elements<float>(operands[kBufferRowMax])) {
+    std::fill_n(row_max, rows, -std::numeric_limits<float>::infinity());
+  }
+  if (float* row_sum = elements<float>(operands[kBufferRowSum])) std::fill_n(row_sum, rows, 0.0f);
 }
 
 }  // namespace
 
-void attention_fwd(const Problem& problem, const ForwardArrays<float>& arrays, CpuTarget target) {
+void attention_fwd(const Problem& problem, CpuTarget target) {
+  if (problem.B == 0 || problem.Tq == 0) return;
+  if (problem.Tk == 0) return forward_without_keys(problem);
+  const Operands& operands = problem.operands;
   const AttnParams params = params_as<float>(problem);
-  if (params.B == 0 || params.Tq == 0) return;
-  if (params.Tk == 0) return forward_without_keys(problem, arrays);
-  const ForwardCall call = {
-      params, arrays.q, arrays.k, arrays.v, arrays.o, arrays.stats.row_max, arrays.stats.row_sum};
+  const ForwardCall call = {params,
+                            elements<const float>(operands[kBufferQ]),
+                            elements<const float>(operands[kBufferK]),
+                            elements<const float>(operands[kBufferV]),
+                            elements<float>(operands[kBufferO]),
+                            elements<float>(operands[kBufferRowMax]),
+                            elements<float>(operands[kBufferRowSum])};
   const Forward forward = {problem, call, kernel_tables(target), rows_of_group(params),
                            kv_heads(params)};
   // Against few keys packing a block of rows would cost more than the rows.
