@@ -1,107 +1,253 @@
-// Few queries against many keys (Tq <= kMaxDecodeQueries): the forward with its keys split over
-// threadgroups, and the kernel that puts the parts together, in the order of the keys.
+// Few queries against many keys (Tq <= kMaxDecodeQueries): the forward with each run of keys given
+// to a simdgroup of its own, which reads them straight into registers, and the kernel that adds the
+// runs up in the forward's order.
 #pragma once
 
 #include "fused_forward.h"
 
 namespace forge {
 
-// The share of split number `split`: whole tiles, so that no tile meets the next split's keys.
-static inline IndexRange split_keys(IndexRange keys, Int64 split, Int64 splits) {
-  Int64 share = larger(ceil_div(keys.end - keys.begin, splits), Int64(kMinDecodeKeys));
-  share = round_up(share, kQueryRows);
-  keys.begin += split * share;
-  keys.end = smaller(keys.end, keys.begin + share);
-  return keys;
+template <int kHd, GpuFamily kGpu>
+struct DecodeShape {
+  enum Sizes {
+    kKeys = fused_tiling(kGpu, kHd).forward_keys,
+    kKeyBlocks = kKeys / kBlockSize,
+    kRuns = fused_tiling(kGpu, kHd).parts,
+    kRunBlocks = kHd / kRuns / kBlockSize,
+    kRunChannels = kRunBlocks * kBlockSize,
+    kBatch = kKeyBlocks < 2 ? 1 : 2,  // blocks of keys whose loads are sent together
+  };
+};
+
+// Keys of a sequence as a simdgroup reads them: those that none of its rows sees give way to one
+// that some row sees, so that nothing else is read.
+template <typename T>
+struct KeysInPlace {
+  HeadRows<T> rows;
+  Range seen;
+  Int32 hd;
+};
+
+template <typename T>
+METAL_FUNC device const T* key_row(KeysInPlace<T> keys, Int32 key) {
+  Int32 read = smaller(larger(key, keys.seen.begin), keys.seen.end - 1);
+  return keys.rows.row0 + read * keys.rows.stride;
+}
+
+// dots += q . k of a tile of keys over one run of channels, kBatch blocks of keys at a time. The
+// runs come in the order in which multiply_keys adds them.
+template <int N, int kBatch, int kKeyBlocks, typename T>
+METAL_FUNC void add_dots_in_place(thread const Blocks<N>& q, KeysInPlace<T> keys, Int32 first,
+                                  Int32 channel, Lane at, thread Blocks<kKeyBlocks>& dots) {
+#pragma clang loop unroll(full)
+  for (Int32 b = 0; b < kKeyBlocks; b += kBatch) {
+    Blocks<N> k[kBatch];
+#pragma clang loop unroll(full)
+    for (Int32 i = 0; i < kBatch; ++i) {
+      Int32 key = first + (b + i) * kBlockSize + at.column;
+      load_columns(key_row(keys, key), key_row(keys, key + 1), channel, keys.hd, at, k[i]);
+    }
+#pragma clang loop unroll(full)
+    for (Int32 i = 0; i < kBatch; ++i) {
+      Block sum = Block(0.0f, 0.0f);
+#pragma clang loop unroll(full)
+      for (Int32 n = 0; n < N; ++n) sum = multiply_add(q.at[n], k[i].at[n], sum);
+      dots.at[b + i] = channel == 0 ? sum : dots.at[b + i] + sum;
+    }
+  }
+}
+
+// add_hidden_rows with the values in device memory.
+template <int N, typename T>
+METAL_FUNC void add_hidden_in_place(Block w, Range seen, KeysInPlace<T> keys, Int32 key,
+                                    Int32 channel, Lane at, thread Blocks<N>& sums) {
+#pragma clang loop unroll(disable)
+  for (Int32 j = 0; j < kBlockSize; ++j) {
+    ushort lane = lane_holding(at.row, j);
+    float even = metal::simd_shuffle(w.x, lane);
+    float odd = metal::simd_shuffle(w.y, lane);
+    Blocks<N> values;
+    load_row(key_row(keys, key + j), channel, keys.hd, at, values);
+    float weight = j % 2 == 0 ? even : odd;
+    bool shown = contains(seen, key + j);
+#pragma clang loop unroll(full)
+    for (Int32 n = 0; n < N; ++n) {
+      sums.at[n].x = with_hidden(sums.at[n].x, weight, values.at[n].x, shown);
+      sums.at[n].y = with_hidden(sums.at[n].y, weight, values.at[n].y, shown);
+    }
+  }
+}
+
+// o = o * alpha + p times the values of a tile, as add_values has it. `whole`: all rows see it all.
+template <int N, int kBatch, int kKeyBlocks, typename T>
+METAL_FUNC void add_values_in_place(thread const Blocks<kKeyBlocks>& p, float alpha, Range seen,
+                                    KeysInPlace<T> values, Int32 key, Int32 channel, bool whole,
+                                    Lane at, thread Blocks<N>& o) {
+  bool finite = true;
+  Blocks<N> sums;
+  set_zero(sums);
+#pragma clang loop unroll(full)
+  for (Int32 b = 0; b < kKeyBlocks; b += kBatch) {
+    Blocks<N> v[kBatch];
+#pragma clang loop unroll(full)
+    for (Int32 i = 0; i < kBatch; ++i) {
+      load_row(key_row(values, key + (b + i) * kBlockSize + at.row), channel, values.hd, at, v[i]);
+    }
+#pragma clang loop unroll(full)
+    for (Int32 i = 0; i < kBatch; ++i) {
+      if (!whole) {
+        finite = finite && all_finite(v[i]);
+        keep_finite(v[i]);
+      }
+#pragma clang loop unroll(full)
+      for (Int32 n = 0; n < N; ++n) {
+        sums.at[n] = multiply_add(p.at[b + i], v[i].at[n], sums.at[n]);
+      }
+    }
+  }
+#pragma clang loop unroll(full)
+  for (Int32 n = 0; n < N; ++n) {
+    o.at[n] = metal::fma(o.at[n], Block(alpha, alpha), sums.at[n]);
+  }
+  if (metal::simd_all(finite)) return;
+#pragma clang loop unroll(disable)
+  for (Int32 b = 0; b < kKeyBlocks; ++b) {
+    add_hidden_in_place(block_of(p, b), seen, values, key + b * kBlockSize, channel, at, o);
+  }
 }
 
 }  // namespace forge
 
-// Tile number row_tile * splits + split: unfinished rows go to `partial`.
-template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kGpu>::kThreads>
+using namespace forge;
+
+// A simdgroup has 8 rows of a kv head's group against one run of keys; x counts eight of them, rows
+// first: those that share keys are neighbours. Unfinished rows go to `partial`.
+template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = kDecodeSimdgroups * kSimdgroupWidth>
 [[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_decode(
     device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
     device const float* v [[buffer(kBufferV)]], device float* partial [[buffer(kBufferPartial)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],
-    constant AttnParams& given [[buffer(kBufferParams)]],
-    constant AttnSpan& span [[buffer(kBufferSpan)]], uint tile [[threadgroup_position_in_grid]],
+    constant AttnParams& params [[buffer(kBufferParams)]],
+    constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-  typedef ForwardShape<kHd, kGpu> Shape;
-  threadgroup float k_tile[Shape::kTileFloats];
-  threadgroup float v_tile[Shape::kTileFloats];
-  threadgroup float exchange[Shape::kExchangeFloats];
-  threadgroup Int32 votes[Shape::kSimdgroups];
-  if (span.begin + Int64(tile) >= span.end) return;
-  AttnParams params = specialized(given);
-  Int64 splits = decode_splits(params.Tk);
-  Int64 split = (span.begin + Int64(tile)) % splits;
-  RowTile rows = row_tile(params, ranges, (span.begin + Int64(tile)) / splits);
-  Lane at = lane_place(lane, simdgroup);
-  ForwardArrays arrays = {q, k, v};
-  ForwardMemory memory = {k_tile, v_tile, exchange, votes};
-  IndexRange keys = split_keys(keys_of_rows(rows, rows.first, kQueryRows).any, split, splits);
-  OnlineSoftmax<Shape::kOwnBlocks> state =
-      attend<kHd, kGpu>(params, rows, keys, arrays, memory, at);
-
-  Int64 r = rows.first + at.simdgroup % Shape::kRowBlocks * kBlockSize + at.row;
-  Int32 part = at.simdgroup / Shape::kRowBlocks;
-  if (r >= rows.end) return;
-  device float* to =
-      partial + (stat_index(params, rows, r) * splits + split) * decode_partial_floats(params.hd);
-  if (part == 0 && at.column == 0) {
-    to[0] = state.m;
-    to[1] = state.l;
+  typedef DecodeShape<kHd, kGpu> Shape;
+  RowGroup rows = row_group(params, grid, ranges, group);
+  Lane at = lane_place(lane);
+  Int32 unit = (grid.tile + Int32(group.x)) * kDecodeSimdgroups + Int32(simdgroup);
+  Int32 row_blocks = (rows.end + kBlockSize - 1) / kBlockSize;
+  Int32 split = unit / row_blocks;
+  Int32 first_row = (unit - split * row_blocks) * kBlockSize;
+  Range keys = keys_of_rows(rows, first_row, kBlockSize);
+  keys.begin = larger(keys.begin, split * kSplitKeys);
+  keys.end = smaller(keys.end, (split + 1) * kSplitKeys);
+  if (is_empty(keys)) return;
+  Int32 r = first_row + at.row;
+  bool exists = r < rows.end;
+  RowPlace place = row_place(rows, exists ? r : rows.end - 1);
+  ScoreOptions options = score_options(params, grid);
+  Range row_seen = visible_keys(rows.band, place.query);
+  KeysInPlace<float> k_rows = {head_rows(k, params.k, rows.b, rows.kv_head), keys, params.hd};
+  KeysInPlace<float> v_rows = {head_rows(v, params.v, rows.b, rows.kv_head), keys, params.hd};
+  device const float* q_row = q + offset_of(params.q, rows.b, place.query, place.head);
+  Blocks<Shape::kRunBlocks> o[Shape::kRuns];
+#pragma clang loop unroll(full)
+  for (Int32 run = 0; run < Shape::kRuns; ++run) set_zero(o[run]);
+  RowSums sums = no_sums();
+  for (Int32 first = keys.begin / Shape::kKeys * Shape::kKeys; first < keys.end;
+       first += Shape::kKeys) {
+    BlockSpan span;
+    span.from = 0;
+    span.to = Shape::kKeyBlocks;
+    span.whole = is_seen_whole(row_seen, row_seen, first, first + Shape::kKeys);
+    Blocks<Shape::kKeyBlocks> p;
+#pragma clang loop unroll(full)
+    for (Int32 run = 0; run < Shape::kRuns; ++run) {
+      Blocks<Shape::kRunBlocks> q_blocks;
+      load_row(q_row, run * Shape::kRunChannels, params.hd, at, q_blocks);
+      add_dots_in_place<Shape::kRunBlocks, Shape::kBatch>(q_blocks, k_rows, first,
+                                                          run * Shape::kRunChannels, at, p);
+    }
+    float alpha = softmax_step(options, span, row_seen, first + at.column, p, sums);
+#pragma clang loop unroll(full)
+    for (Int32 run = 0; run < Shape::kRuns; ++run) {
+      add_values_in_place<Shape::kRunBlocks, Shape::kBatch>(
+          p, alpha, row_seen, v_rows, first, run * Shape::kRunChannels, span.whole, at, o[run]);
+    }
   }
-#pragma unroll
-  for (Int32 n = 0; n < Shape::kOwnBlocks; ++n) {
-    Int32 c = (part * Shape::kOwnBlocks + n) * kBlockSize + at.column;
-    store_pair(to + 2, c, params.hd, state.o.at[n]);
+
+  if (!exists) return;
+  Int64 stat = stat_index(params, rows.b, place.head, place.query);
+  device float* to =
+      partial + (stat * decode_splits(params.Tk) + split) * decode_partial_floats(params.hd);
+#pragma clang loop unroll(full)
+  for (Int32 run = 0; run < Shape::kRuns; ++run) {
+    store_row(to, run * Shape::kRunChannels, params.hd, at, o[run]);
+  }
+  if (at.column == 0) {
+    to[params.hd] = sums.m;
+    to[params.hd + 1] = sums.l;
   }
 }
 
-// One row (b, h, i) a simdgroup: the maximum of all splits, then their sums in order.
+// One row (b, h, i) a simdgroup: the runs of keys that it sees, in order, as the forward's end_run
+// adds them.
 kernel void attention_decode_combine(device const float* partial [[buffer(kBufferPartial)]],
                                      device float* o [[buffer(kBufferO)]],
                                      device float* row_max [[buffer(kBufferRowMax)]],
                                      device float* row_sum [[buffer(kBufferRowSum)]],
                                      device const AttnRange* ranges [[buffer(kBufferRanges)]],
-                                     constant AttnParams& given [[buffer(kBufferParams)]],
-                                     constant AttnSpan& span [[buffer(kBufferSpan)]],
-                                     uint tile [[threadgroup_position_in_grid]],
+                                     constant AttnParams& params [[buffer(kBufferParams)]],
+                                     constant AttnGrid& grid [[buffer(kBufferGrid)]],
+                                     uint3 group [[threadgroup_position_in_grid]],
                                      uint lane [[thread_index_in_simdgroup]]) {
-  Int64 row = span.begin + Int64(tile);
-  if (row >= span.end) return;
-  AttnParams params = specialized(given);
-  Int64 b = row / (params.H * params.Tq);
-  Int64 h = row / params.Tq % params.H;
-  Int64 i = row % params.Tq;
-  IndexRange seen = visible_keys(attn_band(params, ranges[b]), i);
+  constexpr Int32 kAhead = 4;  // runs whose loads are sent together
+  Int32 i = grid.tile + Int32(group.x);
+  Int32 h = grid.head + Int32(group.y);
+  Int32 b = grid.batch + Int32(group.z);
+  Range seen = visible_keys(band_of(params, ranges[b]), i);
   bool live = !is_empty(seen);
-  Int64 splits = decode_splits(params.Tk);
-  Int64 part_floats = decode_partial_floats(params.hd);
-  device const float* parts = partial + row * splits * part_floats;
-  device float* o_row = o + element_offset(params.o, b, i, h);
-
-  float m = -INFINITY;
-  for (Int64 split = 0; split < splits; ++split) m = larger(parts[split * part_floats], m);
-  float base = m == -INFINITY ? 0.0f : m;
-  float l = 0.0f;
-  for (Int64 split = 0; split < splits; ++split) {
-    device const float* part = parts + split * part_floats;
-    l = metal::fma(part[1], exp_of(part[0] - base), l);
-  }
-  if (live && l == 0.0f) l = NAN;  // all visible scores are -inf
-  for (Int32 c = Int32(lane); c < params.hd; c += kSimdgroupWidth) {
-    float sum = 0.0f;
-    for (Int64 split = 0; split < splits; ++split) {
-      device const float* part = parts + split * part_floats;
-      if (part[1] == 0.0f) continue;  // saw no key
-      sum = metal::fma(part[2 + c], exp_of(part[0] - base), sum);
+  Int32 begin = seen.begin / kSplitKeys;
+  Int32 end = live ? (seen.end + kSplitKeys - 1) / kSplitKeys : begin;
+  Int64 step = decode_partial_floats(params.hd);
+  Int64 row = stat_index(params, b, h, i);
+  device const float* parts = partial + row * decode_splits(params.Tk) * step;
+  device float* o_row = o + offset_of(params.o, b, i, h);
+  RowSums total = no_sums();
+  for (Int32 c = Int32(lane) * 4; c < params.hd; c += 4 * kSimdgroupWidth) {
+    total = no_sums();
+    float4 sum = float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (Int32 split = begin; split < end; split += kAhead) {
+      float4 values[kAhead];
+      RowSums runs[kAhead];
+#pragma clang loop unroll(full)
+      for (Int32 n = 0; n < kAhead; ++n) {
+        device const float* part = parts + smaller(split + n, end - 1) * step;
+        values[n] = load_four(part, c, params.hd);
+        runs[n].m = part[params.hd];
+        runs[n].l = part[params.hd + 1];
+      }
+#pragma clang loop unroll(full)
+      for (Int32 n = 0; n < kAhead; ++n) {
+        if (split + n >= end) break;
+        Shares shares = {0.0f, 1.0f};
+        if (split + n == begin) {
+          total = runs[n];
+        } else {
+          shares = merge(total, runs[n]);
+        }
+        Block low = merged(shares, Block(sum.x, sum.y), Block(values[n].x, values[n].y));
+        Block high = merged(shares, Block(sum.z, sum.w), Block(values[n].z, values[n].w));
+        sum = float4(low.x, low.y, high.x, high.y);
+      }
     }
-    o_row[c] = live ? sum / l : 0.0f;
+    total = finished_sums(live, total);
+    float factor = 1.0f / total.l;
+    store_four(o_row, c, params.hd,
+               live ? float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor)
+                    : float4(0.0f, 0.0f, 0.0f, 0.0f));
   }
   if (lane == 0) {
-    row_max[row] = live ? m : -INFINITY;
-    row_sum[row] = live ? l : 0.0f;
+    row_max[row] = total.m;
+    row_sum[row] = total.l;
   }
 }

@@ -1,306 +1,311 @@
-// What the fused kernels share: which rows a threadgroup owns, which blocks of a tile they see, how
-// tiles come into threadgroup memory, and the scores.
+// What the fused kernels share: which rows a threadgroup owns, what they see of a tile, and the
+// scores. Positions have 32 bits: the host refuses longer sequences.
 #pragma once
 
 #include "constants.h"
-#include "shared/attn_mask.h"
-#include "tiles.h"
+#include "mask_options.h"
+#include "shared/attn_grid.h"
+#include "staging.h"
 
 namespace forge {
 
-static inline Int32 clamp_to(Int64 x, Int32 end) {
-  return Int32(smaller(larger(x, Int64(0)), Int64(end)));
+// An IndexRange in 32 bits.
+struct Range {
+  Int32 begin;
+  Int32 end;
+};
+
+METAL_FUNC bool is_empty(Range range) { return range.begin >= range.end; }
+METAL_FUNC bool contains(Range range, Int32 x) { return x >= range.begin && x < range.end; }
+
+// AttnBand in 32 bits: a shift beyond all lengths is as good as a longer one.
+struct Band {
+  Int32 begin_shift;
+  Int32 end_shift;
+  Int32 key_begin;
+  Int32 key_end;
+};
+
+METAL_FUNC Int32 shift_of(Int64 shift) {
+  Int64 most = kMaxFusedLength;
+  return Int32(shift < -most ? -most : shift > most ? most : shift);
 }
 
-// The options that the pipeline was compiled without, as constants for the mask.
-static inline AttnParams specialized(AttnParams params) {
-  params.causal = has_causal ? 1 : 0;
-  if (!has_window) {
-    params.window_left = -1;
-    params.window_right = -1;
+METAL_FUNC Band band_of(constant AttnParams& params, AttnRange range) {
+  // What the pipeline was compiled without is a constant.
+  MaskOptions options = mask_options(params);
+  if (!has_window) options.window_left = -1;
+  if (!has_window) options.window_right = -1;
+  options.causal = has_causal ? 1 : 0;
+  AttnBand wide = attn_band(options, range);
+  Band band;
+  band.begin_shift = shift_of(wide.begin_shift);
+  band.end_shift = shift_of(wide.end_shift);
+  band.key_begin = Int32(wide.key_begin);
+  band.key_end = Int32(wide.key_end);
+  return band;
+}
+
+// The keys that query i sees, within [key_begin, key_end]; both ends move with i, never backwards.
+// An end that no option moves is the same for all queries, and the compiler knows.
+METAL_FUNC Range visible_keys(Band band, Int32 i) {
+  Range keys;
+  keys.begin = band.key_begin;
+  keys.end = band.key_end;
+  if (has_window) keys.begin = smaller(larger(i + band.begin_shift, band.key_begin), band.key_end);
+  if (has_window || has_causal) {
+    keys.end = larger(smaller(i + band.end_shift, band.key_end), band.key_begin);
   }
-  return params;
+  return keys;
 }
 
-// Rows of one head of an array in device memory; element 0 of row 0 is at row0.
-struct HeadRows {
-  device const float* row0;
-  Int64 stride;
+// The queries among [0, Tq) that see key j; [Tq, Tq) where none does.
+METAL_FUNC Range visible_queries(Band band, Int32 j, Int32 Tq) {
+  Range queries;
+  queries.begin = has_window || has_causal ? larger(j - band.end_shift + 1, 0) : 0;
+  queries.end = has_window ? smaller(j - band.begin_shift + 1, Tq) : Tq;
+  if (j < band.key_begin || j >= band.key_end) queries.begin = Tq;
+  return queries;
+}
+
+// The query rows of a kv head's group. Row r is query r / rep of the group's head r % rep: all
+// heads of the group share the keys, and neighbouring rows see nearly the same ones.
+struct RowGroup {
+  Int32 b;
+  Int32 kv_head;
+  Int32 end;  // rows: rep * Tq
+  Int32 rep;
+  Int64 rep_factor;
+  Int32 rep_shift;
+  Band band;  // of sequence b
 };
 
-static inline HeadRows head_rows(device const float* array, AttnStrides strides, Int64 b,
-                                 Int64 head) {
-  HeadRows rows;
-  rows.row0 = array + element_offset(strides, b, 0, head);
-  rows.stride = strides.row;
+METAL_FUNC RowGroup row_group(constant AttnParams& params, constant AttnGrid& grid,
+                              device const AttnRange* ranges, uint3 at) {
+  RowGroup rows;
+  rows.b = grid.batch + Int32(at.z);
+  rows.kv_head = grid.head + Int32(at.y);
+  rows.rep = grid.rep;
+  rows.end = grid.rep * Int32(params.Tq);
+  rows.rep_factor = grid.rep_factor;
+  rows.rep_shift = grid.rep_shift;
+  rows.band = band_of(params, ranges[rows.b]);
   return rows;
 }
 
-// Some of the query rows of a kv head's group. Row r is query r / rep of the group's head r % rep:
-// all heads of the group share the keys, and neighbouring rows see nearly the same ones.
-struct RowTile {
-  Int64 b;
-  Int64 kv_head;
-  Int64 first;  // row
-  Int64 end;    // of the group: rep * Tq
-  Int64 rep;
-  AttnBand band;  // of sequence b
+METAL_FUNC Int32 query_of(RowGroup rows, Int32 r) {
+  return divided_by_rep(r, rows.rep_factor, rows.rep_shift);
+}
+
+// A row's place in the arrays.
+struct RowPlace {
+  Int32 query;
+  Int32 head;
 };
 
-static inline RowTile row_tile(AttnParams params, device const AttnRange* ranges, Int64 tile) {
-  RowTile rows;
-  rows.rep = params.H / params.Hkv;
-  rows.end = rows.rep * params.Tq;
-  Int64 tiles = tiles_of(rows.end);
-  rows.b = tile / (tiles * params.Hkv);
-  rows.kv_head = tile / tiles % params.Hkv;
-  rows.first = tile % tiles * kQueryRows;
-  rows.band = attn_band(params, ranges[rows.b]);
-  return rows;
+METAL_FUNC RowPlace row_place(RowGroup rows, Int32 r) {
+  RowPlace place;
+  place.query = query_of(rows, r);
+  place.head = rows.kv_head * rows.rep + r - place.query * rows.rep;
+  return place;
 }
 
-static inline Int64 query_of(RowTile rows, Int64 r) { return r / rows.rep; }
-static inline Int64 head_of(RowTile rows, Int64 r) {
-  return rows.kv_head * rows.rep + r % rows.rep;
+// Position in [B, H, Tq].
+METAL_FUNC Int64 stat_index(constant AttnParams& params, Int32 b, Int32 head, Int32 query) {
+  return (Int64(uint(b)) * params.H + uint(head)) * params.Tq + uint(query);
 }
 
-// Position of row r in [B, H, Tq].
-static inline Int64 stat_index(AttnParams params, RowTile rows, Int64 r) {
-  return (rows.b * params.H + head_of(rows, r)) * params.Tq + query_of(rows, r);
-}
-
-// Of a run of rows, or of keys: what any of them sees and what all of them see.
-struct SeenRange {
-  IndexRange any;
-  IndexRange all;
-};
-
-// The keys seen by the rows [first, first + count); both ends move with the row, never backwards.
-static inline SeenRange keys_of_rows(RowTile rows, Int64 first, Int32 count) {
-  SeenRange seen;
-  seen.any = nothing();
-  seen.all = nothing();
-  if (first >= rows.end) return seen;
-  IndexRange top = visible_keys(rows.band, query_of(rows, first));
-  IndexRange bottom = visible_keys(rows.band, query_of(rows, smaller(first + count, rows.end) - 1));
-  seen.any = index_range(top.begin, bottom.end);
-  seen.all = index_range(bottom.begin, top.end);
+// The keys that any of the rows [first, first + count) sees. No rows see no keys.
+METAL_FUNC Range keys_of_rows(RowGroup rows, Int32 first, Int32 count) {
+  Range top = visible_keys(rows.band, query_of(rows, first));
+  Range bottom = visible_keys(rows.band, query_of(rows, smaller(first + count, rows.end) - 1));
+  Range seen;
+  seen.begin = top.begin;
+  seen.end = first < rows.end ? bottom.end : top.begin;
   return seen;
 }
 
-// The queries that see the keys [first, first + count). No query sees all of them where some are
-// beyond the keys of the sequence.
-static inline SeenRange queries_of_keys(AttnBand band, Int64 Tq, Int64 first, Int32 count) {
-  SeenRange seen;
-  seen.any = nothing();
-  seen.all = nothing();
-  Int64 end = first + count;
-  Int64 from = larger(first, band.key_begin);
-  Int64 to = smaller(end, band.key_end);
-  if (from >= to) return seen;
-  IndexRange left = visible_queries(band, from, Tq);
-  IndexRange right = visible_queries(band, to - 1, Tq);
-  seen.any = index_range(left.begin, right.end);
-  if (from == first && to == end) seen.all = index_range(right.begin, left.end);
+// The queries that see any of the keys [first, first + count).
+METAL_FUNC Range queries_of_keys(Band band, Int32 Tq, Int32 first, Int32 count) {
+  Int32 from = larger(first, band.key_begin);
+  Int32 to = smaller(first + count, band.key_end) - 1;
+  Range seen;
+  seen.begin = from <= to ? visible_queries(band, from, Tq).begin : Tq;
+  seen.end = visible_queries(band, to, Tq).end;
   return seen;
 }
 
-// The blocks [from, to) of a tile hold everything that is seen; those in [all_from, all_to) are
-// seen whole by all and need no mask.
+// What a simdgroup sees of a tile: the blocks [from, to); and whether each of its rows (or keys)
+// sees all of them, which spares it the masks.
 struct BlockSpan {
   Int32 from;
   Int32 to;
-  Int32 all_from;
-  Int32 all_to;
+  bool whole;
 };
 
-static inline BlockSpan block_span(SeenRange seen, Int64 first, Int32 blocks) {
-  Int32 end = blocks * kBlockSize;
+METAL_FUNC bool is_seen_whole(Range left, Range right, Int32 begin, Int32 end) {
+  return metal::simd_all(left.begin <= begin && left.end >= end && right.begin <= begin &&
+                         right.end >= end);
+}
+
+// seen: by any row of the simdgroup; left, right: by those of the lane, which may be one.
+METAL_FUNC BlockSpan block_span(Range seen, Range left, Range right, Int32 first, Int32 size) {
   BlockSpan span;
-  span.from = clamp_to(seen.any.begin - first, end) / kBlockSize;
-  span.to = (clamp_to(seen.any.end - first, end) + kBlockSize - 1) / kBlockSize;
-  span.all_from = (clamp_to(seen.all.begin - first, end) + kBlockSize - 1) / kBlockSize;
-  span.all_to = clamp_to(seen.all.end - first, end) / kBlockSize;
+  span.from = larger(seen.begin - first, 0) / kBlockSize;
+  span.to = (larger(smaller(seen.end - first, size), 0) + kBlockSize - 1) / kBlockSize;
+  span.whole =
+      is_seen_whole(left, right, first + span.from * kBlockSize, first + span.to * kBlockSize);
   return span;
 }
 
-static inline bool holds(BlockSpan span, Int32 block) {
-  return block >= span.from && block < span.to;
-}
-static inline bool needs_mask(BlockSpan span, Int32 block) {
-  return block < span.all_from || block >= span.all_to;
-}
-
-// Rows [first, first + kRows) of one head go into `tile`; rows outside `rows`, which nobody
-// sees, and channels from hd on become zeros. Returns whether all that the lane read is
-// finite.
-template <int kHd, int kRows, int kSimdgroups>
-static inline bool stage_rows(HeadRows head, IndexRange rows, Int64 first, Int32 hd, Lane at,
-                              threadgroup float* tile) {
-  constexpr Int32 kRuns = (kHd + kSimdgroupWidth - 1) / kSimdgroupWidth;
-  bool finite = true;
-  for (Int32 run = at.simdgroup; run < kRows * kRuns; run += kSimdgroups) {
-    Int32 row = run / kRuns;
-    Int32 c = run % kRuns * kSimdgroupWidth + at.lane;
-    if (c < kHd) {
-      float value = 0.0f;
-      if (contains(rows, first + row) && c < hd) value = head.row0[(first + row) * head.stride + c];
-      tile[row * tile_stride(kHd) + c] = value;
-      finite = finite && metal::isfinite(value);
-    }
-  }
-  return finite;
-}
-
-// A simdgroup's vote, and the outcome after the next barrier: is all of the tile finite? Asked only
-// where a mask is needed, since 0 * NaN would reach rows that do not see the NaN.
-static inline void leave_vote(threadgroup Int32* votes, bool finite, Lane at) {
-  bool all = metal::simd_all(finite);
-  if (at.lane == 0) votes[at.simdgroup] = all ? 1 : 0;
-}
-
-template <int kSimdgroups>
-static inline bool unanimous(threadgroup const Int32* votes) {
-  Int32 count = 0;
-  for (Int32 n = 0; n < kSimdgroups; ++n) count += votes[n];
-  return count == kSimdgroups;
-}
+METAL_FUNC bool holds(BlockSpan span, Int32 block) { return block >= span.from && block < span.to; }
 
 // Where several simdgroups share a row block, each has the dot products over its own channels. They
 // leave them in `exchange` before a barrier and add them in the order of the parts after it.
-static inline void leave_block(threadgroup float* exchange, Int32 slot, Lane at, Block x) {
-  threadgroup float* to = exchange + (slot * kSimdgroupWidth + at.lane) * 2;
-  to[0] = x.x;
-  to[1] = x.y;
+METAL_FUNC void leave_block(threadgroup float* exchange, Int32 slot, uint lane, Block x) {
+  threadgroup float* to = exchange + (slot * kSimdgroupWidth + Int32(lane)) * 2;
+  *reinterpret_cast<threadgroup float2*>(to) = x;
 }
 
 template <int kParts>
-static inline Block sum_of_parts(threadgroup const float* exchange, Int32 slot, Int32 part_slots,
-                                 Lane at) {
-  Block sum = Block(0.0f, 0.0f);
-#pragma unroll
-  for (Int32 part = 0; part < kParts; ++part) {
-    threadgroup const float* from =
-        exchange + ((part * part_slots + slot) * kSimdgroupWidth + at.lane) * 2;
-    Block x = Block(from[0], from[1]);
-    sum = part == 0 ? x : sum + x;
+METAL_FUNC Block sum_of_parts(threadgroup const float* exchange, Int32 slot, Int32 part_slots,
+                              uint lane) {
+  Block sum = two_at(exchange + (slot * kSimdgroupWidth + Int32(lane)) * 2);
+#pragma clang loop unroll(full)
+  for (Int32 part = 1; part < kParts; ++part) {
+    sum += two_at(exchange + ((part * part_slots + slot) * kSimdgroupWidth + Int32(lane)) * 2);
   }
   return sum;
 }
 
-// Which of a lane's two elements of a block are seen.
-struct Shown {
-  bool x;
-  bool y;
-};
-
-static inline Shown shown_keys(IndexRange seen, Int64 key) {
-  Shown shown;
-  shown.x = contains(seen, key);
-  shown.y = contains(seen, key + 1);
-  return shown;
+// By selection: x where the lane's row sees its two keys.
+METAL_FUNC Block where_seen(Range seen, Int32 key, Block x, float hidden) {
+  return Block(contains(seen, key) ? x.x : hidden, contains(seen, key + 1) ? x.y : hidden);
 }
 
-static inline Block where(Shown shown, Block x, float hidden) {
-  return Block(shown.x ? x.x : hidden, shown.y ? x.y : hidden);
-}
-
-// Another lane's share of a block.
-struct Share {
-  Block x;
-  Shown shown;
-};
-
-static inline Share share_of(Block x, Shown shown, ushort lane) {
-  Share share;
-  share.x = Block(metal::simd_shuffle(x.x, lane), metal::simd_shuffle(x.y, lane));
-  share.shown.x = metal::simd_shuffle(shown.x ? 1 : 0, lane) != 0;
-  share.shown.y = metal::simd_shuffle(shown.y ? 1 : 0, lane) != 0;
-  return share;
-}
-
-// sum + a b as multiply_add gives it, but leaving out the elements of `a` that are not shown,
-// whatever stands in b. Rare: a tile that holds NaN or infinity, at the edge of the mask.
-static inline Block add_shown_rows(Block a, Shown shown, threadgroup const float* b, Int32 stride,
-                                   Lane at, Block sum) {
-  for (Int32 j = 0; j < kBlockSize; j += 2) {
-    Share share = share_of(a, shown, lane_holding(at.row, j));
-    threadgroup const float* from = b + j * stride + at.column;
-    Block weight_x = Block(share.x.x, share.x.x);
-    Block weight_y = Block(share.x.y, share.x.y);
-    if (share.shown.x) sum = metal::fma(weight_x, Block(from[0], from[1]), sum);
-    if (share.shown.y) sum = metal::fma(weight_y, Block(from[stride], from[stride + 1]), sum);
-  }
-  return sum;
-}
-
-// The same for sum + transpose(a) b, leaving out elements of b.
-static inline Block add_shown_columns(threadgroup const float* a, Int32 stride, Block b,
-                                      Shown shown, Lane at, Block sum) {
-  for (Int32 i = 0; i < kBlockSize; ++i) {
-    Share share = share_of(b, shown, lane_holding(i, at.column));
-    float value = a[i * stride + at.row];
-    if (share.shown.x) sum.x = metal::fma(value, share.x.x, sum.x);
-    if (share.shown.y) sum.y = metal::fma(value, share.x.y, sum.y);
-  }
-  return sum;
-}
-
-// A tile of keys as a row block sees it.
-struct KeyTile {
-  Int64 first;      // key
-  BlockSpan span;   // of the row block
-  IndexRange seen;  // by the lane's row
-  bool finite;      // what p is multiplied with
-};
-
-static inline Shown shown_of(KeyTile tile, Int32 block, Lane at) {
-  return shown_keys(tile.seen, tile.first + block * kBlockSize + at.column);
-}
-
-// p times 8 channels of the tile's keys or values; `channels` starts at the first.
-template <int N>
-static inline Block times_tile(thread const Blocks<N>& p, KeyTile tile,
-                               threadgroup const float* channels, Int32 stride, Lane at) {
-  Block sum = Block(0.0f, 0.0f);
-#pragma unroll
-  for (Int32 b = 0; b < N; ++b) {
-    if (!holds(tile.span, b)) continue;
-    threadgroup const float* from = channels + b * kBlockSize * stride;
-    if (tile.finite || !needs_mask(tile.span, b)) {
-      sum = multiply_add(p.at[b], load_block(from, stride, at), sum);
+// A run of channels of a row in device memory, across: from `channel` on.
+template <int N, typename T>
+METAL_FUNC void load_row(device const T* row, Int32 channel, Int32 hd, Lane at,
+                         thread Blocks<N>& to) {
+#pragma clang loop unroll(full)
+  for (Int32 first = 0; first < N; first += 4) {
+    Int32 size = group_size<N>(first);
+    Int32 c = channel + first * kBlockSize + size * at.column;
+    float4 x = load_some(row, c, hd, size == 1 ? 2 : 4);
+    if (size == 1) {
+      to.at[first] = Block(x.x, x.y);
+    } else if (size == 2) {
+      to.at[first] = Block(x.x, x.z);
+      to.at[first + 1] = Block(x.y, x.w);
     } else {
-      sum = add_shown_rows(p.at[b], shown_of(tile, b, at), from, stride, at, sum);
+      float4 y = load_four(row, c + 4, hd);
+      to.at[first] = Block(x.x, y.x);
+      to.at[first + 1] = Block(x.y, y.y);
+      to.at[first + 2] = Block(x.z, y.z);
+      to.at[first + 3] = Block(x.w, y.w);
     }
   }
-  return sum;
 }
 
-// A row block as left operand: this lane's row, from `channel` on.
-template <int N>
-static inline void load_row(device const float* row, Int32 channel, Int32 hd, Lane at,
-                            thread Blocks<N>& to) {
-#pragma unroll
-  for (Int32 n = 0; n < N; ++n) {
-    to.at[n] = load_pair(row, channel + n * kBlockSize + at.column, hd);
+template <int N, typename T>
+METAL_FUNC void store_row(device T* row, Int32 channel, Int32 hd, Lane at,
+                          thread const Blocks<N>& from) {
+#pragma clang loop unroll(full)
+  for (Int32 first = 0; first < N; first += 4) {
+    Int32 size = group_size<N>(first);
+    Int32 c = channel + first * kBlockSize + size * at.column;
+    if (size == 1) {
+      store_some(row, c, hd, 2, float4(from.at[first].x, from.at[first].y, 0.0f, 0.0f));
+    } else if (size == 2) {
+      store_four(
+          row, c, hd,
+          float4(from.at[first].x, from.at[first + 1].x, from.at[first].y, from.at[first + 1].y));
+    } else {
+      store_four(row, c, hd,
+                 float4(from.at[first].x, from.at[first + 1].x, from.at[first + 2].x,
+                        from.at[first + 3].x));
+      store_four(row, c + 4, hd,
+                 float4(from.at[first].y, from.at[first + 1].y, from.at[first + 2].y,
+                        from.at[first + 3].y));
+    }
   }
 }
 
+// A run of channels of two rows in device memory, down: from `channel` on.
+template <int N, typename T>
+METAL_FUNC void load_columns(device const T* left, device const T* right, Int32 channel, Int32 hd,
+                             Lane at, thread Blocks<N>& to) {
+#pragma clang loop unroll(full)
+  for (Int32 first = 0; first < N; first += 4) {
+    Int32 size = group_size<N>(first);
+    Int32 c = channel + first * kBlockSize + size * at.row;
+    float4 x = load_some(left, c, hd, size);
+    float4 y = load_some(right, c, hd, size);
+    to.at[first] = Block(x.x, y.x);
+    if (size > 1) to.at[first + 1] = Block(x.y, y.y);
+    if (size > 2) to.at[first + 2] = Block(x.z, y.z);
+    if (size > 2) to.at[first + 3] = Block(x.w, y.w);
+  }
+}
+
+// A run of channels of a row of a tile, across; the tile starts at the run.
+template <int N, typename T>
+METAL_FUNC void load_row(threadgroup const T* row, Lane at, thread Blocks<N>& to) {
+#pragma clang loop unroll(full)
+  for (Int32 first = 0; first < N; first += 4) {
+    Blocks<4> group;
+    load_across<N>(row, first, at.column, group);
+#pragma clang loop unroll(full)
+    for (Int32 n = 0; n < group_size<N>(first); ++n) to.at[first + n] = group.at[n];
+  }
+}
+
+// sums + weight * values, for those values that are not finite.
 template <int N>
-static inline void set_zero(thread Blocks<N>& blocks) {
-#pragma unroll
-  for (Int32 n = 0; n < N; ++n) blocks.at[n] = Block(0.0f, 0.0f);
+METAL_FUNC void add_hidden(float weight, Blocks<4> values, bool shown, Int32 first,
+                           thread Blocks<N>& sums) {
+#pragma clang loop unroll(full)
+  for (Int32 n = 0; n < group_size<N>(first); ++n) {
+    Block sum = sums.at[first + n];
+    sums.at[first + n] = Block(with_hidden(sum.x, weight, values.at[n].x, shown),
+                               with_hidden(sum.y, weight, values.at[n].y, shown));
+  }
+}
+
+// sums + w x of 8 rows of a tile, the lane's one at x, for what of x is not finite, where the
+// lane's row sees it. Rare, and slow: a tile that holds NaN or infinity, at the edge of the mask.
+template <int N, typename T>
+METAL_FUNC void add_hidden_rows(Block w, Range seen, Int32 key, threadgroup const T* x,
+                                Int32 stride, Lane at, thread Blocks<N>& sums) {
+#pragma clang loop unroll(disable)
+  for (Int32 j = 0; j < kBlockSize; ++j) {
+    ushort lane = lane_holding(at.row, j);
+    float even = metal::simd_shuffle(w.x, lane);
+    float odd = metal::simd_shuffle(w.y, lane);
+#pragma clang loop unroll(full)
+    for (Int32 first = 0; first < N; first += 4) {
+      Blocks<4> values;
+      load_across<N>(x + (j - at.row) * stride, first, at.column, values);
+      add_hidden(j % 2 == 0 ? even : odd, values, contains(seen, key + j), first, sums);
+    }
+  }
 }
 
 // a . b of a row block with 8 rows of a tile, over the channels of `a`; `tile` starts at the first
 // of both. The products of every sweep start from zero and run in this order.
-template <int N>
-static inline Block dot_rows(thread const Blocks<N>& a, threadgroup const float* tile, Int32 stride,
-                             Lane at) {
+template <int N, typename T>
+METAL_FUNC Block dot_rows(thread const Blocks<N>& a, threadgroup const T* tile, Int32 stride,
+                          Lane at) {
+  threadgroup const T* left = tile + at.column * stride;
   Block sum = Block(0.0f, 0.0f);
-#pragma unroll
-  for (Int32 n = 0; n < N; ++n) {
-    sum = multiply_add(a.at[n], load_transposed(tile + n * kBlockSize, stride, at), sum);
+#pragma clang loop unroll(full)
+  for (Int32 first = 0; first < N; first += 4) {
+    Blocks<4> b;
+    load_down<N>(left, left + stride, first, at.row, b);
+#pragma clang loop unroll(full)
+    for (Int32 n = 0; n < group_size<N>(first); ++n) {
+      sum = multiply_add(a.at[first + n], b.at[n], sum);
+    }
   }
   return sum;
 }
@@ -311,14 +316,29 @@ struct Scores {
   Block t;
 };
 
-static inline Scores scores_of(Block dot, float scale, float softcap) {
+struct ScoreOptions {
+  float scale;
+  float softcap;
+  float inverse_softcap;
+};
+
+METAL_FUNC ScoreOptions score_options(constant AttnParams& params, constant AttnGrid& grid) {
+  ScoreOptions options;
+  options.scale = params.scale;
+  options.softcap = params.softcap;
+  options.inverse_softcap = grid.inverse_softcap;
+  return options;
+}
+
+METAL_FUNC Scores scores_of(Block dot, ScoreOptions options) {
   Scores scores;
-  Block x = dot * scale;
+  Block x = Block(dot.x * options.scale, dot.y * options.scale);
   scores.s = x;
   scores.t = Block(0.0f, 0.0f);
   if (has_softcap) {
-    scores.t = Block(attn_tanh(x.x / softcap), attn_tanh(x.y / softcap));
-    scores.s = softcap * scores.t;
+    scores.t =
+        Block(attn_tanh(x.x * options.inverse_softcap), attn_tanh(x.y * options.inverse_softcap));
+    scores.s = Block(options.softcap * scores.t.x, options.softcap * scores.t.y);
   }
   return scores;
 }
@@ -326,15 +346,17 @@ static inline Scores scores_of(Block dot, float scale, float softcap) {
 // exp(t) for t <= 0. The hardware's exp2 (4 ulp by the language's rules, one instruction), not
 // attn_exp, whose two dozen would cost as much as a fifth of the products at hd = 64. The product
 // is rounded: an error of |t| / 2 ulp of exp(t), at most 0.4 ulp of 1.
-static inline float exp_of(float t) { return metal::exp2(t * 1.44269504f); }
-static inline Block exp_of(Block t) { return Block(exp_of(t.x), exp_of(t.y)); }
+METAL_FUNC float exp_of(float t) { return metal::exp2(t * 1.44269504f); }
+METAL_FUNC Block exp_of(Block t) { return Block(exp_of(t.x), exp_of(t.y)); }
 
-// p = exp(s - m) / l from the saved statistics; a rounding above zero is none, NaN stays.
-static inline Block probabilities(Block s, float m, float inverse_l) {
-  Block t = s - m;
+// p = exp(s - m) / l from the saved statistics; a rounding above zero is none, NaN stays. One
+// element after the other: a vector of two equal numbers would take a register more.
+METAL_FUNC Block probabilities(Block s, float m, float inverse_l) {
+  Block t = Block(s.x - m, s.y - m);
   if (t.x > 0.0f) t.x = 0.0f;
   if (t.y > 0.0f) t.y = 0.0f;
-  return exp_of(t) * inverse_l;
+  Block p = exp_of(t);
+  return Block(p.x * inverse_l, p.y * inverse_l);
 }
 
 }  // namespace forge

@@ -1,6 +1,6 @@
 // The fused family: the kernels of the headers below, one instantiation a head dim (a problem takes
-// the next that fits, see fused_tiling). Everything of one pass is a threadgroup a tile; a dispatch
-// computes the tiles [span.begin, span.end).
+// the next that fits, see fused_tiling). A dispatch is a box of tiles, heads and sequences, see
+// shared/attn_grid.h.
 #include <metal_stdlib>
 
 #include "decode.h"

@@ -1,6 +1,7 @@
 // The backward: d_row once, then dq with 32 query rows to a threadgroup and dk, dv with 32 keys to
-// a threadgroup. Both recompute p from the saved statistics; the scores are those of the forward,
-// bit for bit: the query is the left operand everywhere, and the channels come in the same order.
+// a threadgroup. Both recompute p from the saved statistics; the scores are expected to be those of
+// the forward, bit for bit: the query is the left operand everywhere, and the channels come in the
+// same order.
 #pragma once
 
 #include "fused.h"
@@ -8,28 +9,18 @@
 
 namespace forge {
 
+// What a simdgroup has of the channels, in dq and in dk and dv.
 template <int kHd, GpuFamily kGpu>
 struct BackwardShape {
   enum Sizes {
-    kParts = fused_tiling(kGpu, kHd).parts,  // simdgroups a row block
-    kOwnBlocks = kHd / kParts / kBlockSize,  // blocks of channels a simdgroup
+    kParts = fused_tiling(kGpu, kHd).parts,
+    kOwnBlocks = kHd / kParts / kBlockSize,
     kOwnChannels = kOwnBlocks * kBlockSize,
-    kSimdgroups = backward_simdgroups(fused_tiling(kGpu, kHd)),
-    kThreads = kSimdgroups * kSimdgroupWidth,
-    kRowBlocks = kQueryRows / kBlockSize,  // of dq's 32 rows, and of dk's and dv's 32 keys
     kStride = tile_stride(kHd),
-    kKeys = fused_tiling(kGpu, kHd).dq_keys,
-    kKeyBlocks = kKeys / kBlockSize,
-    kKeyTileFloats = tile_floats(kKeys, kHd),
-    kKeyExchangeFloats = exchange_floats(kParts, kQueryRows, kKeys, 2),
-    kRows = fused_tiling(kGpu, kHd).dkv_rows,
-    kRowTileBlocks = kRows / kBlockSize,
-    kRowTileFloats = tile_floats(kRows, kHd),
-    kRowExchangeFloats = exchange_floats(kParts, kRows, kOwnedKeys, 2),
   };
 };
 
-// What the backward knows of a lane's row.
+// What the backward knows of a query row.
 struct RowStatistics {
   float m;
   float inverse_l;
@@ -48,60 +39,48 @@ struct Products {
   Block dp;
 };
 
-static inline Gradients gradients_of(AttnParams params, Products products, RowStatistics row) {
-  Scores scores = scores_of(products.s, params.scale, params.softcap);
+METAL_FUNC Gradients gradients_of(ScoreOptions options, Products products, RowStatistics row) {
+  Scores scores = scores_of(products.s, options);
   Gradients of;
   of.p = probabilities(scores.s, row.m, row.inverse_l);
-  of.ds = of.p * (products.dp - row.d);
+  of.ds = Block(of.p.x * (products.dp.x - row.d), of.p.y * (products.dp.y - row.d));
   if (has_softcap) of.ds = of.ds * metal::fma(-scores.t, scores.t, Block(1.0f, 1.0f));
   return of;
-}
-
-// The parts' products of block `slot` of `slots`, left in `exchange` before a barrier and added
-// after.
-static inline void leave_products(threadgroup float* exchange, Int32 part, Int32 slots, Int32 slot,
-                                  Lane at, Products products) {
-  leave_block(exchange, 2 * (part * slots + slot), at, products.s);
-  leave_block(exchange, 2 * (part * slots + slot) + 1, at, products.dp);
-}
-
-template <int kParts>
-static inline Products add_products(threadgroup const float* exchange, Int32 slots, Int32 slot,
-                                    Lane at) {
-  Products products;
-  products.s = sum_of_parts<kParts>(exchange, 2 * slot, 2 * slots, at);
-  products.dp = sum_of_parts<kParts>(exchange, 2 * slot + 1, 2 * slots, at);
-  return products;
 }
 
 }  // namespace forge
 
 using namespace forge;
 
-// d_row = dout . o - dlse: a simdgroup a row, 8 rows in turn. The tiles are 32 rows (b, h, i).
+// d_row = dout . o - dlse: a simdgroup a row, 8 rows in turn. Tiles are 32 queries of a head.
 kernel void attention_fused_bwd_d(
     device const float* o [[buffer(kBufferO)]], device const float* dout [[buffer(kBufferDout)]],
     device const float* dlse [[buffer(kBufferDlse), function_constant(has_dlse)]],
     device float* d_row [[buffer(kBufferDRow)]],
-    constant AttnParams& given [[buffer(kBufferParams)]],
-    constant AttnSpan& span [[buffer(kBufferSpan)]], uint tile [[threadgroup_position_in_grid]],
+    constant AttnParams& params [[buffer(kBufferParams)]],
+    constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-  if (span.begin + Int64(tile) >= span.end) return;
-  AttnParams params = given;
-  Int64 first = (span.begin + Int64(tile)) * kQueryRows + Int64(simdgroup) * kBlockSize;
-  Int64 end = smaller(first + kBlockSize, params.B * params.H * params.Tq);
-  for (Int64 row = first; row < end; ++row) {
-    Int64 b = row / (params.H * params.Tq);
-    Int64 h = row / params.Tq % params.H;
-    Int64 i = row % params.Tq;
-    device const float* o_row = o + element_offset(params.o, b, i, h);
-    device const float* dout_row = dout + element_offset(params.dout, b, i, h);
+  Int32 b = grid.batch + Int32(group.z);
+  Int32 h = grid.head + Int32(group.y);
+  Int32 first = (grid.tile + Int32(group.x)) * kQueryRows + Int32(simdgroup) * kBlockSize;
+  Int32 end = smaller(first + kBlockSize, Int32(params.Tq));
+  HeadRows<float> o_rows = head_rows(o, params.o, b, h);
+  HeadRows<float> dout_rows = head_rows(dout, params.dout, b, h);
+  for (Int32 i = first; i < end; ++i) {
+    device const float* o_row = o_rows.row0 + i * o_rows.stride;
+    device const float* dout_row = dout_rows.row0 + i * dout_rows.stride;
     float sum = 0.0f;
-    for (Int32 c = Int32(lane); c < params.hd; c += kSimdgroupWidth) {
-      sum = metal::fma(dout_row[c], o_row[c], sum);
+    for (Int32 c = Int32(lane) * 4; c < params.hd; c += 4 * kSimdgroupWidth) {
+      float4 x = load_four(dout_row, c, params.hd);
+      float4 y = load_four(o_row, c, params.hd);
+      sum = metal::fma(x.x, y.x, sum);
+      sum = metal::fma(x.y, y.y, sum);
+      sum = metal::fma(x.z, y.z, sum);
+      sum = metal::fma(x.w, y.w, sum);
     }
     for (ushort other = 16; other > 0; other /= 2) sum += metal::simd_shuffle_xor(sum, other);
     if (lane == 0) {
+      Int64 row = stat_index(params, b, h, i);
       if (has_dlse) sum = sum - dlse[row];
       d_row[row] = sum;
     }

@@ -5,91 +5,126 @@
 
 namespace forge {
 
-// What a simdgroup has of its 8 keys: the channels of its part, a lane two keys of one channel. k
-// and v are right operands, dk and dv transposed.
-template <int N>
-struct OwnedKeys {
-  Blocks<N> k;
-  Blocks<N> v;
-  Blocks<N> dk;
-  Blocks<N> dv;
+// A block of keys has two simdgroups a part: one has k and sums dv, the other has v and sums dk.
+// Each multiplies one of q and dout with what it has, and the other one with what came of it: s and
+// dp go from one to the other through threadgroup memory. So a lane keeps two operands, not four.
+enum Role { kSumsDv = 0, kSumsDk = 1, kRoles = 2 };
+
+template <int kHd, GpuFamily kGpu>
+struct DkvShape {
+  enum Sizes {
+    kKeys = fused_tiling(kGpu, kHd).dkv_keys,
+    kKeyBlocks = kKeys / kBlockSize,
+    kSimdgroups = dkv_simdgroups(fused_tiling(kGpu, kHd)),
+    kThreads = kSimdgroups * kSimdgroupWidth,
+    kRows = fused_tiling(kGpu, kHd).dkv_rows,
+    kRowBlocks = kRows / kBlockSize,
+    kTileFloats = tile_floats(kRows, kHd),
+    kExchangePairs = dkv_exchange_pairs(fused_tiling(kGpu, kHd)),
+    kSlots = kKeyBlocks * kRowBlocks,  // of one part and role in the exchange
+  };
 };
 
+// What a simdgroup has of its 8 keys: the channels of its part, a lane two keys of one channel of
+// each block. Right operands are k or v, sums dv or dk, transposed.
 template <int N>
-static inline void load_columns(HeadRows head, Int64 key, Int64 length, Int32 channel, Int32 hd,
-                                thread Blocks<N>& to) {
-#pragma unroll
-  for (Int32 n = 0; n < N; ++n) {
-    Int32 c = channel + n * kBlockSize;
-    to.at[n].x = c < hd && key < length ? head.row0[key * head.stride + c] : 0.0f;
-    to.at[n].y = c < hd && key + 1 < length ? head.row0[(key + 1) * head.stride + c] : 0.0f;
-  }
-}
+struct OwnedKeys {
+  Blocks<N> right;
+  Blocks<N> sums;
+  Range left_seen;   // the queries that see the first of the lane's keys,
+  Range right_seen;  // and the second
+};
 
-// x = x * scale, or that added to what the rows hold.
-template <int N>
-static inline void store_columns(thread const Blocks<N>& x, float scale, device float* row,
-                                 Int32 channel, Int32 hd, bool second) {
-#pragma unroll
-  for (Int32 n = 0; n < N; ++n) {
-    Int32 c = channel + n * kBlockSize;
-    if (c >= hd) continue;
-    float value = (second ? x.at[n].y : x.at[n].x) * scale;
-    row[c] = accumulate ? row[c] + value : value;
+// One of the two columns into its row: x * scale, or that added to what the row holds. A key that
+// nobody sees has no gradient, whatever x is.
+template <int N, typename T>
+METAL_FUNC void store_column(thread const Blocks<N>& x, bool second, float scale, bool live,
+                             device T* row, Int32 channel, Int32 hd, Lane at) {
+#pragma clang loop unroll(full)
+  for (Int32 first = 0; first < N; first += 4) {
+    Int32 size = group_size<N>(first);
+    Int32 c = channel + first * kBlockSize + size * at.row;
+    float4 values = float4(0.0f, 0.0f, 0.0f, 0.0f);
+    values.x = (second ? x.at[first].y : x.at[first].x) * scale;
+    if (size > 1) values.y = (second ? x.at[first + 1].y : x.at[first + 1].x) * scale;
+    if (size > 2) values.z = (second ? x.at[first + 2].y : x.at[first + 2].x) * scale;
+    if (size > 2) values.w = (second ? x.at[first + 3].y : x.at[first + 3].x) * scale;
+    if (!live) values = float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (accumulate) values = load_some(row, c, hd, size) + values;
+    store_some(row, c, hd, size, values);
   }
 }
 
 // a . b of a row block of a tile with 8 keys: dot_rows with the tile on the left.
 template <int N>
-static inline Block dot_keys(threadgroup const float* tile, Int32 stride, thread const Blocks<N>& b,
-                             Lane at) {
+METAL_FUNC Block dot_keys(threadgroup const float* row, thread const Blocks<N>& b, Lane at) {
   Block sum = Block(0.0f, 0.0f);
-#pragma unroll
-  for (Int32 n = 0; n < N; ++n) {
-    sum = multiply_add(load_block(tile + n * kBlockSize, stride, at), b.at[n], sum);
-  }
-  return sum;
-}
-
-// A tile of query rows of one head, as 8 keys see it.
-struct QueryTile {
-  Int64 first;  // query
-  Int64 Tq;
-  AttnBand band;
-  BlockSpan span;  // of the keys
-  Int64 key;       // the lane's first
-  bool finite;     // q and dout
-};
-
-static inline Shown shown_of(QueryTile tile, Int32 block, Lane at) {
-  Int64 i = tile.first + block * kBlockSize + at.row;
-  return shown_keys(i < tile.Tq ? visible_keys(tile.band, i) : nothing(), tile.key);
-}
-
-// 8 channels of the tile's rows, transposed, times p; `channels` starts at the first.
-template <int N>
-static inline Block tile_times(threadgroup const float* channels, Int32 stride, QueryTile tile,
-                               thread const Blocks<N>& p, Lane at) {
-  Block sum = Block(0.0f, 0.0f);
-#pragma unroll
-  for (Int32 b = 0; b < N; ++b) {
-    if (!holds(tile.span, b)) continue;
-    threadgroup const float* from = channels + b * kBlockSize * stride;
-    if (tile.finite || !needs_mask(tile.span, b)) {
-      sum = multiply_add(load_transposed(from, stride, at), p.at[b], sum);
-    } else {
-      sum = add_shown_columns(from, stride, p.at[b], shown_of(tile, b, at), at, sum);
+#pragma clang loop unroll(full)
+  for (Int32 first = 0; first < N; first += 4) {
+    Blocks<4> a;
+    load_across<N>(row, first, at.column, a);
+#pragma clang loop unroll(full)
+    for (Int32 n = 0; n < group_size<N>(first); ++n) {
+      sum = multiply_add(a.at[n], b.at[first + n], sum);
     }
   }
   return sum;
+}
+
+// sums + transpose(x) w of 8 rows of a tile from query i on, for what of x is not finite, where the
+// row sees the lane's keys. Rare and slow, as add_hidden_rows.
+template <int N>
+METAL_FUNC void add_hidden_columns(threadgroup const float* x, Int32 stride, Block w, Range left,
+                                   Range right, Int32 i, Lane at, thread Blocks<N>& sums) {
+#pragma clang loop unroll(disable)
+  for (Int32 j = 0; j < kBlockSize; ++j) {
+    ushort lane = lane_holding(j, at.column);
+    Block weight = Block(metal::simd_shuffle(w.x, lane), metal::simd_shuffle(w.y, lane));
+    threadgroup const float* row = x + j * stride;
+#pragma clang loop unroll(full)
+    for (Int32 first = 0; first < N; first += 4) {
+      Blocks<4> values;
+      load_down<N>(row, row, first, at.row, values);
+#pragma clang loop unroll(full)
+      for (Int32 n = 0; n < group_size<N>(first); ++n) {
+        float value = values.at[n].x;
+        Block sum = sums.at[first + n];
+        sums.at[first + n] = Block(with_hidden(sum.x, weight.x, value, contains(left, i + j)),
+                                   with_hidden(sum.y, weight.y, value, contains(right, i + j)));
+      }
+    }
+  }
+}
+
+// sums += transpose(8 rows of a tile, the first at x) w.
+template <int N>
+METAL_FUNC void add_rows(threadgroup const float* x, Int32 stride, Block w, Int32 i, bool finite,
+                         Lane at, thread OwnedKeys<N>& own) {
+  threadgroup const float* left = x + at.column * stride;
+  Blocks<N> a;
+#pragma clang loop unroll(full)
+  for (Int32 first = 0; first < N; first += 4) {
+    Blocks<4> group;
+    load_down<N>(left, left + stride, first, at.row, group);
+#pragma clang loop unroll(full)
+    for (Int32 n = 0; n < group_size<N>(first); ++n) a.at[first + n] = group.at[n];
+  }
+  if (!finite) keep_finite(a);
+#pragma clang loop unroll(full)
+  for (Int32 n = 0; n < N; ++n) {
+    own.sums.at[n] += multiply_add(a.at[n], w, Block(0.0f, 0.0f));
+  }
+  if (!finite) {
+    add_hidden_columns(x, stride, w, own.left_seen, own.right_seen, i, at, own.sums);
+  }
 }
 
 }  // namespace forge
 
 using namespace forge;
 
-// dv = sum of p dout and dk = scale * sum of ds q, for a tile of 32 keys of a kv head.
-template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = BackwardShape<kHd, kGpu>::kThreads>
+// dv = sum of p dout and dk = scale * sum of ds q, for a tile of keys of a kv head.
+template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>::kThreads>
 [[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_fused_bwd_dkv(
     device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
     device const float* v [[buffer(kBufferV)]],
@@ -99,120 +134,123 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = BackwardShape<kHd, k
     device const float* d_row [[buffer(kBufferDRow)]], device float* dk [[buffer(kBufferDk)]],
     device float* dv [[buffer(kBufferDv)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],
-    constant AttnParams& given [[buffer(kBufferParams)]],
-    constant AttnSpan& span [[buffer(kBufferSpan)]], uint tile [[threadgroup_position_in_grid]],
+    constant AttnParams& params [[buffer(kBufferParams)]],
+    constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   typedef BackwardShape<kHd, kGpu> Shape;
-  threadgroup float q_tile[Shape::kRowTileFloats];
-  threadgroup float dout_tile[Shape::kRowTileFloats];
-  threadgroup RowStatistics statistics[Shape::kRows];
-  threadgroup float exchange[Shape::kRowExchangeFloats];
-  threadgroup Int32 votes[Shape::kSimdgroups];
-  if (span.begin + Int64(tile) >= span.end) return;
-  AttnParams params = specialized(given);
-  Lane at = lane_place(lane, simdgroup);
-  Int64 tiles = tiles_of(params.Tk);
-  Int64 b = (span.begin + Int64(tile)) / (tiles * params.Hkv);
-  Int64 kv_head = (span.begin + Int64(tile)) / tiles % params.Hkv;
-  Int64 first_key = (span.begin + Int64(tile)) % tiles * kOwnedKeys;
-  Int64 rep = params.H / params.Hkv;
-  constexpr Int32 kKeyBlocks = kOwnedKeys / kBlockSize;
-  constexpr Int32 kSlots = kKeyBlocks * Shape::kRowTileBlocks;
-  Int32 key_block = at.simdgroup % kKeyBlocks;
-  Int32 part = at.simdgroup / kKeyBlocks;
+  typedef DkvShape<kHd, kGpu> Sizes;
+  threadgroup float4 tiles[2 * Sizes::kTileFloats / 4];
+  threadgroup RowStatistics statistics[Sizes::kRows];
+  threadgroup float2 pairs[Sizes::kExchangePairs];
+  threadgroup Int32 votes[Sizes::kSimdgroups];
+  threadgroup float* q_tile = reinterpret_cast<threadgroup float*>(tiles);
+  threadgroup float* exchange = reinterpret_cast<threadgroup float*>(pairs);
+  Lane at = lane_place(lane);
+  uint thread_ = simdgroup * kSimdgroupWidth + lane;
+  Int32 b = grid.batch + Int32(group.z);
+  Int32 kv_head = grid.head + Int32(group.y);
+  Int32 first_key = (grid.tile + Int32(group.x)) * Sizes::kKeys;
+  Int32 Tq = Int32(params.Tq);
+  Int32 Tk = Int32(params.Tk);
+  Int32 key_block = Int32(simdgroup % Sizes::kKeyBlocks);
+  Int32 part = Int32(simdgroup / Sizes::kKeyBlocks % Shape::kParts);
+  Int32 role = Int32(simdgroup / (Sizes::kKeyBlocks * Shape::kParts));
   Int32 channel = part * Shape::kOwnChannels;
-
-  QueryTile rows;
-  rows.Tq = params.Tq;
-  rows.band = attn_band(params, ranges[b]);
-  rows.key = first_key + key_block * kBlockSize + at.column;
+  Int32 block_key = first_key + key_block * kBlockSize;
+  Int32 key = block_key + at.column;  // the lane's first
+  Band band = band_of(params, ranges[b]);
+  ScoreOptions options = score_options(params, grid);
+  Range seen = queries_of_keys(band, Tq, block_key, kBlockSize);
+  Range queries = queries_of_keys(band, Tq, first_key, Sizes::kKeys);
   OwnedKeys<Shape::kOwnBlocks> own;
-  load_columns(head_rows(k, params.k, b, kv_head), rows.key, params.Tk, channel + at.row, params.hd,
-               own.k);
-  load_columns(head_rows(v, params.v, b, kv_head), rows.key, params.Tk, channel + at.row, params.hd,
-               own.v);
-  set_zero(own.dk);
-  set_zero(own.dv);
-  SeenRange seen =
-      queries_of_keys(rows.band, params.Tq, first_key + key_block * kBlockSize, kBlockSize);
-  IndexRange queries = queries_of_keys(rows.band, params.Tq, first_key, kOwnedKeys).any;
+  HeadRows<float> keys =
+      head_rows(role == kSumsDv ? k : v, role == kSumsDv ? params.k : params.v, b, kv_head);
+  load_columns(keys.row0 + smaller(key, Tk - 1) * keys.stride,
+               keys.row0 + smaller(key + 1, Tk - 1) * keys.stride, channel, params.hd, at,
+               own.right);
+  set_zero(own.sums);
+  own.left_seen = visible_queries(band, key, Tq);
+  own.right_seen = visible_queries(band, key + 1, Tq);
 
+  HeadRows<float> q_rows = head_rows(q, params.q, b, kv_head * grid.rep);
+  HeadRows<float> dout_rows = head_rows(dout, params.dout, b, kv_head * grid.rep);
+  device const float* q_head = q_rows.row0 + queries.begin * q_rows.stride;
+  device const float* dout_head = dout_rows.row0 + queries.begin * dout_rows.stride;
+  Int64 stat = stat_index(params, b, kv_head * grid.rep, 0);
+  // The tile that meets own.right, and the other one; where this simdgroup leaves its products, and
+  // where everybody finds all of them.
+  threadgroup const float* score_rows = q_tile + role * Sizes::kTileFloats + channel;
+  threadgroup const float* sum_rows = q_tile + (1 - role) * Sizes::kTileFloats + channel;
+  constexpr Int32 kRoleSlots = Shape::kParts * Sizes::kSlots;
+  Int32 slot = key_block * Sizes::kRowBlocks;
+  Int32 own_slot = role * kRoleSlots + part * Sizes::kSlots + slot;
   bool fresh = true;
-  for (Int64 h = kv_head * rep; h < (kv_head + 1) * rep; ++h) {
-    HeadRows q_head = head_rows(q, params.q, b, h);
-    HeadRows dout_head = head_rows(dout, params.dout, b, h);
-    for (rows.first = queries.begin; rows.first < queries.end; rows.first += Shape::kRows) {
+  for (Int32 n = 0; n < grid.rep; ++n) {
+    device const float* q_from = q_head;
+    device const float* dout_from = dout_head;
+    for (Int32 first = queries.begin; first < queries.end; first += Sizes::kRows) {
       if (!fresh) metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
       fresh = false;
-      bool q_finite = stage_rows<kHd, Shape::kRows, Shape::kSimdgroups>(q_head, queries, rows.first,
-                                                                        params.hd, at, q_tile);
-      bool dout_finite = stage_rows<kHd, Shape::kRows, Shape::kSimdgroups>(
-          dout_head, queries, rows.first, params.hd, at, dout_tile);
-      leave_vote(votes, q_finite && dout_finite, at);
-      Int64 i = rows.first + at.lane;
-      if (at.simdgroup == 0 && at.lane < Shape::kRows) {
-        RowStatistics row = {0.0f, 0.0f, 0.0f};
-        if (i < queries.end) {
-          Int64 stat = (b * params.H + h) * params.Tq + i;
-          row.m = row_max[stat];
-          row.inverse_l = 1.0f / row_sum[stat];
-          row.d = d_row[stat];
-        }
-        statistics[at.lane] = row;
+      TileRows present = {0, queries.end - first};
+      bool finite = stage_rows<kHd, Sizes::kRows, Sizes::kThreads, kAbsentRowsAreZeros>(
+          q_from, q_rows.stride, present, params.hd, thread_, q_tile);
+      bool dout_finite = stage_rows<kHd, Sizes::kRows, Sizes::kThreads, kAbsentRowsAreZeros>(
+          dout_from, dout_rows.stride, present, params.hd, thread_, q_tile + Sizes::kTileFloats);
+      leave_vote(votes, finite && dout_finite, simdgroup, lane);
+      q_from += Sizes::kRows * q_rows.stride;
+      dout_from += Sizes::kRows * dout_rows.stride;
+      if (thread_ < uint(Sizes::kRows)) {
+        Int64 i = stat + smaller(first + Int32(thread_), Tq - 1);
+        RowStatistics row;
+        row.m = row_max[i];
+        row.inverse_l = 1.0f / row_sum[i];
+        row.d = d_row[i];
+        statistics[thread_] = row;
       }
       metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
-      rows.span = block_span(seen, rows.first, Shape::kRowTileBlocks);
-      Products products[Shape::kRowTileBlocks];
-#pragma unroll
-      for (Int32 n = 0; n < Shape::kRowTileBlocks; ++n) {
-        if (!holds(rows.span, n)) continue;
-        Int32 offset = n * kBlockSize * Shape::kStride + channel;
-        products[n].s = dot_keys(q_tile + offset, Shape::kStride, own.k, at);
-        products[n].dp = dot_keys(dout_tile + offset, Shape::kStride, own.v, at);
-        if (Shape::kParts > 1) {
-          leave_products(exchange, part, kSlots, key_block * Shape::kRowTileBlocks + n, at,
-                         products[n]);
-        }
+      BlockSpan span = block_span(seen, own.left_seen, own.right_seen, first, Sizes::kRows);
+#pragma clang loop unroll(disable)
+      for (Int32 r = span.from; r < span.to; ++r) {
+        Block product =
+            dot_keys(score_rows + (r * kBlockSize + at.row) * Shape::kStride, own.right, at);
+        leave_block(exchange, own_slot + r, lane, product);
       }
-      if (Shape::kParts > 1) metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-      if (rows.span.from >= rows.span.to) continue;
+      metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
-      rows.finite = unanimous<Shape::kSimdgroups>(votes);
-      Blocks<Shape::kRowTileBlocks> p;
-      Blocks<Shape::kRowTileBlocks> ds;
-#pragma unroll
-      for (Int32 n = 0; n < Shape::kRowTileBlocks; ++n) {
-        if (!holds(rows.span, n)) continue;
-        if (Shape::kParts > 1) {
-          products[n] = add_products<Shape::kParts>(exchange, kSlots,
-                                                    key_block * Shape::kRowTileBlocks + n, at);
+      finite = span.whole || unanimous<Sizes::kSimdgroups>(votes);
+#pragma clang loop unroll(disable)
+      for (Int32 r = span.from; r < span.to; ++r) {
+        Products products;
+        products.s = sum_of_parts<Shape::kParts>(exchange, slot + r, Sizes::kSlots, lane);
+        products.dp = Block(0.0f, 0.0f);
+        if (role == kSumsDk) {
+          products.dp =
+              sum_of_parts<Shape::kParts>(exchange, kRoleSlots + slot + r, Sizes::kSlots, lane);
         }
-        RowStatistics row = statistics[n * kBlockSize + at.row];
-        Gradients gradients = gradients_of(params, products[n], row);
-        if (needs_mask(rows.span, n)) {
-          Shown shown = shown_of(rows, n, at);
-          gradients.p = where(shown, gradients.p, 0.0f);
-          gradients.ds = where(shown, gradients.ds, 0.0f);
+        Gradients of = gradients_of(options, products, statistics[r * kBlockSize + at.row]);
+        Block w = role == kSumsDk ? of.ds : of.p;
+        Int32 i = first + r * kBlockSize;
+        if (!span.whole) {
+          w = Block(contains(own.left_seen, i + at.row) ? w.x : 0.0f,
+                    contains(own.right_seen, i + at.row) ? w.y : 0.0f);
         }
-        p.at[n] = gradients.p;
-        ds.at[n] = gradients.ds;
-      }
-#pragma unroll
-      for (Int32 n = 0; n < Shape::kOwnBlocks; ++n) {
-        Int32 at_channel = channel + n * kBlockSize;
-        own.dv.at[n] += tile_times(dout_tile + at_channel, Shape::kStride, rows, p, at);
-        own.dk.at[n] += tile_times(q_tile + at_channel, Shape::kStride, rows, ds, at);
+        add_rows(sum_rows + r * kBlockSize * Shape::kStride, Shape::kStride, w, i, finite, at, own);
       }
     }
+    q_head += params.q.head;
+    dout_head += params.dout.head;
+    stat += Tq;
   }
 
-  for (Int64 second = 0; second < 2; ++second) {
-    Int64 key = rows.key + second;
-    if (key >= params.Tk) continue;
-    device float* dk_row = dk + element_offset(params.dk, b, key, kv_head);
-    device float* dv_row = dv + element_offset(params.dv, b, key, kv_head);
-    store_columns(own.dk, params.scale, dk_row, channel + at.row, params.hd, second != 0);
-    store_columns(own.dv, 1.0f, dv_row, channel + at.row, params.hd, second != 0);
+  device float* out = role == kSumsDv ? dv : dk;
+  AttnStrides strides = role == kSumsDv ? params.dv : params.dk;
+  float scale = role == kSumsDv ? 1.0f : params.scale;
+  for (Int32 second = 0; second < 2; ++second) {
+    Int32 j = key + second;
+    if (j >= Tk) continue;
+    bool live = j >= band.key_begin && j < band.key_end;
+    store_column(own.sums, second != 0, scale, live, out + offset_of(strides, b, j, kv_head),
+                 channel, params.hd, at);
   }
 }

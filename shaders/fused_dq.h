@@ -5,6 +5,34 @@
 
 namespace forge {
 
+template <int kHd, GpuFamily kGpu>
+struct DqShape {
+  enum Sizes {
+    kSimdgroups = dq_simdgroups(fused_tiling(kGpu, kHd)),
+    kThreads = kSimdgroups * kSimdgroupWidth,
+    kRowBlocks = kQueryRows / kBlockSize,
+    kKeys = fused_tiling(kGpu, kHd).dq_keys,
+    kKeyBlocks = kKeys / kBlockSize,
+    kTileFloats = tile_floats(kKeys, kHd),
+    kExchangePairs = exchange_pairs(BackwardShape<kHd, kGpu>::kParts, kQueryRows, kKeys, 2),
+  };
+};
+
+// Where block `slot` of `slots` of a part has its two products in the exchange, s and dp.
+METAL_FUNC Int32 products_slot(Int32 part, Int32 slots, Int32 slot) {
+  return 2 * (part * slots + slot);
+}
+
+template <int kParts>
+METAL_FUNC Products add_products(threadgroup const float* exchange, Int32 slots, Int32 slot,
+                                 uint lane) {
+  Int32 from = products_slot(0, slots, slot);
+  Products products;
+  products.s = sum_of_parts<kParts>(exchange, from, 2 * slots, lane);
+  products.dp = sum_of_parts<kParts>(exchange, from + 1, 2 * slots, lane);
+  return products;
+}
+
 // What a simdgroup has of its row block: the channels of its part.
 template <int N>
 struct OwnedRows {
@@ -12,40 +40,22 @@ struct OwnedRows {
   Blocks<N> dout;
   Blocks<N> dq;
   RowStatistics statistics;
-  IndexRange seen;
+  Range seen;  // by the lane's row
 };
 
-struct RowArrays {
-  device const float* q;
-  device const float* dout;
-  device const float* row_max;
-  device const float* row_sum;
-  device const float* d_row;
-};
-
+// dq += ds times 8 keys of a tile, from the run of channels on.
 template <int N>
-static inline OwnedRows<N> owned_rows(AttnParams params, RowTile rows, Int64 r, RowArrays arrays,
-                                      Int32 channel, Lane at) {
-  OwnedRows<N> own;
-  set_zero(own.q);
-  set_zero(own.dout);
-  set_zero(own.dq);
-  own.statistics.m = 0.0f;
-  own.statistics.inverse_l = 0.0f;
-  own.statistics.d = 0.0f;
-  own.seen = nothing();
-  if (r >= rows.end) return own;
-  Int64 i = query_of(rows, r);
-  Int64 h = head_of(rows, r);
-  Int64 stat = stat_index(params, rows, r);
-  load_row(arrays.q + element_offset(params.q, rows.b, i, h), channel, params.hd, at, own.q);
-  load_row(arrays.dout + element_offset(params.dout, rows.b, i, h), channel, params.hd, at,
-           own.dout);
-  own.statistics.m = arrays.row_max[stat];
-  own.statistics.inverse_l = 1.0f / arrays.row_sum[stat];
-  own.statistics.d = arrays.d_row[stat];
-  own.seen = visible_keys(rows.band, i);
-  return own;
+METAL_FUNC void add_keys(Block ds, Int32 key, threadgroup const float* keys, Int32 stride,
+                         bool finite, Lane at, thread OwnedRows<N>& own) {
+  threadgroup const float* row = keys + at.row * stride;
+  Blocks<N> k;
+  load_row(row, at, k);
+  if (!finite) keep_finite(k);
+#pragma clang loop unroll(full)
+  for (Int32 n = 0; n < N; ++n) {
+    own.dq.at[n] += multiply_add(ds, k.at[n], Block(0.0f, 0.0f));
+  }
+  if (!finite) add_hidden_rows(ds, own.seen, key, row, stride, at, own.dq);
 }
 
 }  // namespace forge
@@ -53,7 +63,7 @@ static inline OwnedRows<N> owned_rows(AttnParams params, RowTile rows, Int64 r, 
 using namespace forge;
 
 // dq = scale * sum over the keys of ds k, for a tile of 32 rows of a kv head's group.
-template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = BackwardShape<kHd, kGpu>::kThreads>
+template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DqShape<kHd, kGpu>::kThreads>
 [[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_fused_bwd_dq(
     device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
     device const float* v [[buffer(kBufferV)]],
@@ -62,84 +72,108 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = BackwardShape<kHd, k
     device const float* dout [[buffer(kBufferDout)]],
     device const float* d_row [[buffer(kBufferDRow)]], device float* dq [[buffer(kBufferDq)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],
-    constant AttnParams& given [[buffer(kBufferParams)]],
-    constant AttnSpan& span [[buffer(kBufferSpan)]], uint tile [[threadgroup_position_in_grid]],
+    constant AttnParams& params [[buffer(kBufferParams)]],
+    constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   typedef BackwardShape<kHd, kGpu> Shape;
-  threadgroup float k_tile[Shape::kKeyTileFloats];
-  threadgroup float v_tile[Shape::kKeyTileFloats];
-  threadgroup float exchange[Shape::kKeyExchangeFloats];
-  threadgroup Int32 votes[Shape::kSimdgroups];
-  if (span.begin + Int64(tile) >= span.end) return;
-  AttnParams params = specialized(given);
-  RowTile rows = row_tile(params, ranges, span.begin + Int64(tile));
-  Lane at = lane_place(lane, simdgroup);
-  constexpr Int32 kSlots = Shape::kRowBlocks * Shape::kKeyBlocks;
-  Int32 row_block = at.simdgroup % Shape::kRowBlocks;
-  Int32 part = at.simdgroup / Shape::kRowBlocks;
+  typedef DqShape<kHd, kGpu> Sizes;
+  threadgroup float4 tiles[2 * Sizes::kTileFloats / 4];
+  threadgroup float2 pairs[Sizes::kExchangePairs];
+  threadgroup Int32 votes[Sizes::kSimdgroups];
+  threadgroup float* k_tile = reinterpret_cast<threadgroup float*>(tiles);
+  threadgroup float* exchange = reinterpret_cast<threadgroup float*>(pairs);
+  RowGroup rows = row_group(params, grid, ranges, group);
+  Lane at = lane_place(lane);
+  uint thread_ = simdgroup * kSimdgroupWidth + lane;
+  constexpr Int32 kSlots = Sizes::kRowBlocks * Sizes::kKeyBlocks;
+  Int32 row_block = Int32(simdgroup % Sizes::kRowBlocks);
+  Int32 part = Int32(simdgroup / Sizes::kRowBlocks);
   Int32 channel = part * Shape::kOwnChannels;
-  Int64 r = rows.first + row_block * kBlockSize + at.row;
-  RowArrays arrays = {q, dout, row_max, row_sum, d_row};
-  OwnedRows<Shape::kOwnBlocks> own =
-      owned_rows<Shape::kOwnBlocks>(params, rows, r, arrays, channel, at);
-  HeadRows k_head = head_rows(k, params.k, rows.b, rows.kv_head);
-  HeadRows v_head = head_rows(v, params.v, rows.b, rows.kv_head);
-  SeenRange seen = keys_of_rows(rows, rows.first + row_block * kBlockSize, kBlockSize);
-  IndexRange keys = keys_of_rows(rows, rows.first, kQueryRows).any;
+  Int32 first_row = (grid.tile + Int32(group.x)) * kQueryRows;
+  Int32 r = first_row + row_block * kBlockSize + at.row;
+  bool exists = r < rows.end;
+  RowPlace place = row_place(rows, exists ? r : rows.end - 1);
+  Int64 stat = stat_index(params, rows.b, place.head, place.query);
+  ScoreOptions options = score_options(params, grid);
+  Range seen = keys_of_rows(rows, first_row + row_block * kBlockSize, kBlockSize);
+  Range keys = keys_of_rows(rows, first_row, kQueryRows);
+  HeadRows<float> k_rows = head_rows(k, params.k, rows.b, rows.kv_head);
+  HeadRows<float> v_rows = head_rows(v, params.v, rows.b, rows.kv_head);
+  device float* dq_row = dq + offset_of(params.dq, rows.b, place.query, place.head) + channel;
+  OwnedRows<Shape::kOwnBlocks> own;
+  load_row(q + offset_of(params.q, rows.b, place.query, place.head), channel, params.hd, at, own.q);
+  load_row(dout + offset_of(params.dout, rows.b, place.query, place.head), channel, params.hd, at,
+           own.dout);
+  set_zero(own.dq);
+  own.statistics.m = row_max[stat];
+  own.statistics.inverse_l = 1.0f / row_sum[stat];
+  own.statistics.d = d_row[stat];
+  own.seen = visible_keys(rows.band, place.query);
 
-  KeyTile keys_at;
-  keys_at.seen = own.seen;
-  for (keys_at.first = keys.begin; keys_at.first < keys.end; keys_at.first += Shape::kKeys) {
-    if (keys_at.first > keys.begin) metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-    bool k_finite = stage_rows<kHd, Shape::kKeys, Shape::kSimdgroups>(k_head, keys, keys_at.first,
-                                                                      params.hd, at, k_tile);
-    stage_rows<kHd, Shape::kKeys, Shape::kSimdgroups>(v_head, keys, keys_at.first, params.hd, at,
-                                                      v_tile);
-    leave_vote(votes, k_finite, at);
+  device const float* k_from = k_rows.row0 + keys.begin * k_rows.stride;
+  device const float* v_from = v_rows.row0 + keys.begin * v_rows.stride;
+  for (Int32 first = keys.begin; first < keys.end; first += Sizes::kKeys) {
+    TileRows present = {0, keys.end - first};
+    bool finite = stage_rows<kHd, Sizes::kKeys, Sizes::kThreads, kAbsentRowsAreOthers>(
+        k_from, k_rows.stride, present, params.hd, thread_, k_tile);
+    leave_vote(votes, finite, simdgroup, lane);
+    stage_rows<kHd, Sizes::kKeys, Sizes::kThreads, kAbsentRowsAreOthers>(
+        v_from, v_rows.stride, present, params.hd, thread_, k_tile + Sizes::kTileFloats);
+    k_from += Sizes::kKeys * k_rows.stride;
+    v_from += Sizes::kKeys * v_rows.stride;
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
-    keys_at.span = block_span(seen, keys_at.first, Shape::kKeyBlocks);
-    Products products[Shape::kKeyBlocks];
-#pragma unroll
-    for (Int32 b = 0; b < Shape::kKeyBlocks; ++b) {
-      if (!holds(keys_at.span, b)) continue;
-      Int32 offset = b * kBlockSize * Shape::kStride + channel;
-      products[b].s = dot_rows(own.q, k_tile + offset, Shape::kStride, at);
-      products[b].dp = dot_rows(own.dout, v_tile + offset, Shape::kStride, at);
-      if (Shape::kParts > 1) {
-        leave_products(exchange, part, kSlots, row_block * Shape::kKeyBlocks + b, at, products[b]);
+    BlockSpan span = block_span(seen, own.seen, own.seen, first, Sizes::kKeys);
+    finite = span.whole || unanimous<Sizes::kSimdgroups>(votes);
+    // One block of keys after another: what a block needs stays in registers, where simdgroups have
+    // to exchange their parts of it in threadgroup memory.
+    constexpr Int32 kBlockFloats = kBlockSize * Shape::kStride;
+    threadgroup const float* k_block = k_tile + span.from * kBlockFloats + channel;
+    if (Shape::kParts > 1) {
+      // All of s, then all of dp: both at once would keep twice the operands in registers.
+      Int32 slot = products_slot(part, kSlots, row_block * Sizes::kKeyBlocks);
+      threadgroup const float* block = k_block;
+#pragma clang loop unroll(disable)
+      for (Int32 b = span.from; b < span.to; ++b, block += kBlockFloats) {
+        leave_block(exchange, slot + 2 * b, lane, dot_rows(own.q, block, Shape::kStride, at));
       }
-    }
-    if (Shape::kParts > 1) metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-    if (keys_at.span.from >= keys_at.span.to) continue;
-
-    keys_at.finite = unanimous<Shape::kSimdgroups>(votes);
-    Blocks<Shape::kKeyBlocks> ds;
-#pragma unroll
-    for (Int32 b = 0; b < Shape::kKeyBlocks; ++b) {
-      if (!holds(keys_at.span, b)) continue;
-      if (Shape::kParts > 1) {
-        products[b] =
-            add_products<Shape::kParts>(exchange, kSlots, row_block * Shape::kKeyBlocks + b, at);
+      block = k_block + Sizes::kTileFloats;
+#pragma clang loop unroll(disable)
+      for (Int32 b = span.from; b < span.to; ++b, block += kBlockFloats) {
+        leave_block(exchange, slot + 2 * b + 1, lane,
+                    dot_rows(own.dout, block, Shape::kStride, at));
       }
-      ds.at[b] = gradients_of(params, products[b], own.statistics).ds;
-      if (needs_mask(keys_at.span, b)) ds.at[b] = where(shown_of(keys_at, b, at), ds.at[b], 0.0f);
+      metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
     }
-#pragma unroll
-    for (Int32 n = 0; n < Shape::kOwnBlocks; ++n) {
-      own.dq.at[n] +=
-          times_tile(ds, keys_at, k_tile + channel + n * kBlockSize, Shape::kStride, at);
+#pragma clang loop unroll(disable)
+    for (Int32 b = span.from; b < span.to; ++b, k_block += kBlockFloats) {
+      Int32 key = first + b * kBlockSize;
+      Products products;
+      if (Shape::kParts > 1) {
+        products =
+            add_products<Shape::kParts>(exchange, kSlots, row_block * Sizes::kKeyBlocks + b, lane);
+      } else {
+        products.s = dot_rows(own.q, k_block, Shape::kStride, at);
+        products.dp = dot_rows(own.dout, k_block + Sizes::kTileFloats, Shape::kStride, at);
+      }
+      Block ds = gradients_of(options, products, own.statistics).ds;
+      if (!span.whole) ds = where_seen(own.seen, key + at.column, ds, 0.0f);
+      add_keys(ds, key, k_block, Shape::kStride, finite, at, own);
+    }
+    if (first + Sizes::kKeys < keys.end) {
+      metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
     }
   }
 
-  if (r >= rows.end) return;
-  device float* dq_row =
-      dq + element_offset(params.dq, rows.b, query_of(rows, r), head_of(rows, r));
-#pragma unroll
+  if (!exists) return;
+  Int32 hd = params.hd - channel;
+  Blocks<Shape::kOwnBlocks> before;
+  set_zero(before);
+  if (accumulate) load_row(dq_row, 0, hd, at, before);
+#pragma clang loop unroll(full)
   for (Int32 n = 0; n < Shape::kOwnBlocks; ++n) {
-    Int32 c = channel + n * kBlockSize + at.column;
-    Block x = own.dq.at[n] * params.scale;
-    if (accumulate) x += load_pair(dq_row, c, params.hd);
-    store_pair(dq_row, c, params.hd, x);
+    Block x = Block(own.dq.at[n].x * params.scale, own.dq.at[n].y * params.scale);
+    own.dq.at[n] = accumulate ? before.at[n] + x : x;
   }
+  store_row(dq_row, 0, hd, at, own.dq);
 }

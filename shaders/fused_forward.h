@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fused.h"
+#include "online_softmax.h"
 #include "shared/buffer_indices.h"
 
 namespace forge {
@@ -14,170 +15,122 @@ struct ForwardShape {
     kParts = fused_tiling(kGpu, kHd).forward_parts,  // simdgroups a row block
     kRuns = fused_tiling(kGpu, kHd).parts / kParts,  // runs of channels a simdgroup
     kRunBlocks = kHd / fused_tiling(kGpu, kHd).parts / kBlockSize,
-    kOwnBlocks = kRuns * kRunBlocks,
+    kRunChannels = kRunBlocks * kBlockSize,
     kSimdgroups = forward_simdgroups(fused_tiling(kGpu, kHd)),
     kThreads = kSimdgroups * kSimdgroupWidth,
     kRowBlocks = kQueryRows / kBlockSize,
     kStride = tile_stride(kHd),
-    kTileFloats = tile_floats(kKeys, kHd),
-    kExchangeFloats = exchange_floats(kParts, kQueryRows, kKeys, 1),
+    kTileQuads = tile_floats(kKeys, kHd) / 4,
+    kExchangePairs = exchange_pairs(kParts, kQueryRows, kKeys, 1),
   };
 };
 
-struct ForwardArrays {
-  device const float* q;
-  device const float* k;
-  device const float* v;
-};
-
-// Threadgroup memory.
-struct ForwardMemory {
-  threadgroup float* k;
-  threadgroup float* v;
-  threadgroup float* exchange;
-  threadgroup Int32* votes;
-};
-
-// What a simdgroup keeps of its row block: the running sums of the lane's row.
-template <int N>
-struct OnlineSoftmax {
-  Blocks<N> o;  // sum of exp(s - m) v, in the channels that this simdgroup has
-  float m;
-  float l;
+// What a simdgroup has of its row block.
+template <int N, int kRuns>
+struct OwnedQueries {
+  Blocks<N> q[kRuns];
+  Blocks<N> o[kRuns];  // sum of exp(s - m) v over a run of keys
+  RowSums sums;        // of that run
+  RowSums total;       // of the runs before it, whose o lies in the array of results
+  Range seen;          // by the lane's row
 };
 
 // dots = q . k over the channels that this simdgroup has.
-template <int kHd, GpuFamily kGpu>
-static inline void multiply_keys(thread const Blocks<ForwardShape<kHd, kGpu>::kRunBlocks>* q,
-                                 threadgroup const float* k, KeyTile tile, Lane at,
-                                 thread Blocks<ForwardShape<kHd, kGpu>::kKeyBlocks>& dots) {
-  typedef ForwardShape<kHd, kGpu> Shape;
-#pragma unroll
-  for (Int32 b = 0; b < Shape::kKeyBlocks; ++b) {
-    if (!holds(tile.span, b)) continue;
-    threadgroup const float* keys = k + b * kBlockSize * Shape::kStride;
-    Block sum = dot_rows(q[0], keys, Shape::kStride, at);
-#pragma unroll
-    for (Int32 run = 1; run < Shape::kRuns; ++run) {
-      sum += dot_rows(q[run], keys + run * Shape::kRunBlocks * kBlockSize, Shape::kStride, at);
+template <int N, int kRuns, int kKeyBlocks>
+METAL_FUNC void multiply_keys(thread const Blocks<N>* q, threadgroup const float* k, Int32 stride,
+                              BlockSpan span, Lane at, thread Blocks<kKeyBlocks>& dots) {
+#pragma clang loop unroll(full)
+  for (Int32 b = 0; b < kKeyBlocks; ++b) {
+    if (!holds(span, b)) continue;
+    threadgroup const float* keys = k + b * kBlockSize * stride;
+    Block sum = dot_rows(q[0], keys, stride, at);
+#pragma clang loop unroll(full)
+    for (Int32 run = 1; run < kRuns; ++run) {
+      sum += dot_rows(q[run], keys + run * N * kBlockSize, stride, at);
     }
     dots.at[b] = sum;
   }
 }
 
-// Dot products become exp(s - m) with the new maximum; m and l move on. Returns what the sums so
-// far are to be multiplied with.
-template <int N>
-static inline float softmax_step(AttnParams params, KeyTile tile, Lane at, thread Blocks<N>& p,
-                                 thread float& m, thread float& l) {
-  float top = -INFINITY;
-#pragma unroll
-  for (Int32 b = 0; b < N; ++b) {
-    if (!holds(tile.span, b)) continue;
-    Block s = scores_of(p.at[b], params.scale, params.softcap).s;
-    if (needs_mask(tile.span, b)) s = where(shown_of(tile, b, at), s, -INFINITY);
-    p.at[b] = s;
-    top = larger(s.x, larger(s.y, top));
+// o = o * alpha + p times the values of a tile, for one run of channels; `values` starts at the
+// first. `finite`: all of them, or all rows see them all.
+template <int N, int kKeyBlocks>
+METAL_FUNC void add_values(thread const Blocks<kKeyBlocks>& p, float alpha, BlockSpan span,
+                           Range seen, Int32 key, threadgroup const float* values, Int32 stride,
+                           bool finite, Lane at, thread Blocks<N>& o) {
+  threadgroup const float* row = values + at.row * stride;
+#pragma clang loop unroll(full)
+  for (Int32 first = 0; first < N; first += 4) {
+    Blocks<4> sums;
+    set_zero(sums);
+#pragma clang loop unroll(full)
+    for (Int32 b = 0; b < kKeyBlocks; ++b) {
+      if (!holds(span, b)) continue;
+      Blocks<4> v;
+      load_across<N>(row + b * kBlockSize * stride, first, at.column, v);
+      if (!finite) keep_finite(v);
+#pragma clang loop unroll(full)
+      for (Int32 n = 0; n < group_size<N>(first); ++n) {
+        sums.at[n] = multiply_add(p.at[b], v.at[n], sums.at[n]);
+      }
+    }
+#pragma clang loop unroll(full)
+    for (Int32 n = 0; n < group_size<N>(first); ++n) {
+      o.at[first + n] = metal::fma(o.at[first + n], Block(alpha, alpha), sums.at[n]);
+    }
   }
-  float m_before = m;
-  m = larger(row_max(top), m_before);
-  // A row of nothing but -inf so far: any finite base gives 0 where -inf - -inf would give NaN.
-  float base = m == -INFINITY ? 0.0f : m;
-  Block sum = Block(0.0f, 0.0f);
-#pragma unroll
-  for (Int32 b = 0; b < N; ++b) {
-    if (!holds(tile.span, b)) continue;
-    p.at[b] = exp_of(p.at[b] - base);
-    sum += p.at[b];
+  if (finite) return;
+#pragma clang loop unroll(disable)
+  for (Int32 b = span.from; b < span.to; ++b) {
+    add_hidden_rows(block_of(p, b), seen, key + b * kBlockSize, row + b * kBlockSize * stride,
+                    stride, at, o);
   }
-  float alpha = exp_of(m_before - base);
-  l = metal::fma(l, alpha, row_sum(sum));
-  return alpha;
 }
 
-// The row tile against the keys `keys`: two barriers a tile. While one of k and v is
-// used the other is staged.
-template <int kHd, GpuFamily kGpu>
-static inline OnlineSoftmax<ForwardShape<kHd, kGpu>::kOwnBlocks> attend(
-    AttnParams params, RowTile rows, IndexRange keys, ForwardArrays arrays, ForwardMemory memory,
-    Lane at) {
-  typedef ForwardShape<kHd, kGpu> Shape;
-  Int32 row_block = at.simdgroup % Shape::kRowBlocks;
-  Int32 part = at.simdgroup / Shape::kRowBlocks;
-  Int32 channel = part * Shape::kOwnBlocks * kBlockSize;
-  Int64 r = rows.first + row_block * kBlockSize + at.row;
-  HeadRows k = head_rows(arrays.k, params.k, rows.b, rows.kv_head);
-  HeadRows v = head_rows(arrays.v, params.v, rows.b, rows.kv_head);
-  SeenRange seen = keys_of_rows(rows, rows.first + row_block * kBlockSize, kBlockSize);
-  Blocks<Shape::kRunBlocks> q[Shape::kRuns];
-  OnlineSoftmax<Shape::kOwnBlocks> state;
-  KeyTile tile;
-  tile.seen = nothing();
-#pragma unroll
-  for (Int32 run = 0; run < Shape::kRuns; ++run) set_zero(q[run]);
-  if (r < rows.end) {
-    Int64 i = query_of(rows, r);
-    device const float* row = arrays.q + element_offset(params.q, rows.b, i, head_of(rows, r));
-    tile.seen = visible_keys(rows.band, i);
-#pragma unroll
-    for (Int32 run = 0; run < Shape::kRuns; ++run) {
-      load_row(row, channel + run * Shape::kRunBlocks * kBlockSize, params.hd, at, q[run]);
-    }
+// The end of a run of keys: `row`, which starts at the simdgroup's channels, holds what the runs
+// before it came to, if there were any, and takes what all come to now; after the last run it takes
+// the result.
+template <int N, int kRuns>
+METAL_FUNC void end_run(thread OwnedQueries<N, kRuns>& own, bool first, bool last,
+                        device float* row, Int32 hd, Lane at) {
+  Shares shares;
+  shares.before = 0.0f;
+  shares.after = 1.0f;
+  if (first) {
+    own.total = own.sums;
+  } else {
+    shares = merge(own.total, own.sums);
   }
-  set_zero(state.o);
-  state.m = -INFINITY;
-  state.l = 0.0f;
-  if (is_empty(keys)) return state;
-
-  stage_rows<kHd, Shape::kKeys, Shape::kSimdgroups>(k, keys, keys.begin, params.hd, at, memory.k);
-  metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-  for (tile.first = keys.begin;; tile.first += Shape::kKeys) {
-    Int64 next = tile.first + Shape::kKeys;
-    tile.span = block_span(seen, tile.first, Shape::kKeyBlocks);
-    leave_vote(memory.votes,
-               stage_rows<kHd, Shape::kKeys, Shape::kSimdgroups>(v, keys, tile.first, params.hd, at,
-                                                                 memory.v),
-               at);
-    Blocks<Shape::kKeyBlocks> p;
-    multiply_keys<kHd, kGpu>(q, memory.k + channel, tile, at, p);
-    if (Shape::kParts > 1) {
-#pragma unroll
-      for (Int32 b = 0; b < Shape::kKeyBlocks; ++b) {
-        if (!holds(tile.span, b)) continue;
-        leave_block(memory.exchange, at.simdgroup * Shape::kKeyBlocks + b, at, p.at[b]);
+  bool live = !is_empty(own.seen);
+  if (last) own.total = finished_sums(live, own.total);
+  float factor = last ? 1.0f / own.total.l : 1.0f;
+#pragma clang loop unroll(full)
+  for (Int32 run = 0; run < kRuns; ++run) {
+    Int32 c = run * N * kBlockSize;
+    if (!first) {
+      Blocks<N> before;
+      load_row(row, c, hd, at, before);
+#pragma clang loop unroll(full)
+      for (Int32 n = 0; n < N; ++n) {
+        own.o[run].at[n] = merged(shares, before.at[n], own.o[run].at[n]);
       }
     }
-    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-    if (next < keys.end) {
-      stage_rows<kHd, Shape::kKeys, Shape::kSimdgroups>(k, keys, next, params.hd, at, memory.k);
+#pragma clang loop unroll(full)
+    for (Int32 n = 0; n < N; ++n) {
+      own.o[run].at[n] = live ? own.o[run].at[n] * factor : Block(0.0f, 0.0f);
     }
-    if (tile.span.from < tile.span.to) {
-      if (Shape::kParts > 1) {
-#pragma unroll
-        for (Int32 b = 0; b < Shape::kKeyBlocks; ++b) {
-          if (!holds(tile.span, b)) continue;
-          p.at[b] = sum_of_parts<Shape::kParts>(memory.exchange, row_block * Shape::kKeyBlocks + b,
-                                                Shape::kRowBlocks * Shape::kKeyBlocks, at);
-        }
-      }
-      tile.finite = unanimous<Shape::kSimdgroups>(memory.votes);
-      float alpha = softmax_step(params, tile, at, p, state.m, state.l);
-#pragma unroll
-      for (Int32 n = 0; n < Shape::kOwnBlocks; ++n) {
-        Block pv = times_tile(p, tile, memory.v + channel + n * kBlockSize, Shape::kStride, at);
-        state.o.at[n] = metal::fma(state.o.at[n], Block(alpha, alpha), pv);
-      }
-    }
-    if (next >= keys.end) return state;
-    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    store_row(row, c, hd, at, own.o[run]);
+    set_zero(own.o[run]);
   }
+  own.sums = no_sums();
 }
 
 }  // namespace forge
 
 using namespace forge;
 
-// A tile of 32 rows of a kv head's group.
+// A tile of 32 rows of a kv head's group: two barriers a tile of keys. While one of k and v is used
+// the other is staged.
 template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kGpu>::kThreads>
 [[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_fused_fwd(
     device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
@@ -185,40 +138,111 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kG
     device float* row_max [[buffer(kBufferRowMax)]],
     device float* row_sum [[buffer(kBufferRowSum)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],
-    constant AttnParams& given [[buffer(kBufferParams)]],
-    constant AttnSpan& span [[buffer(kBufferSpan)]], uint tile [[threadgroup_position_in_grid]],
+    constant AttnParams& params [[buffer(kBufferParams)]],
+    constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   typedef ForwardShape<kHd, kGpu> Shape;
-  threadgroup float k_tile[Shape::kTileFloats];
-  threadgroup float v_tile[Shape::kTileFloats];
-  threadgroup float exchange[Shape::kExchangeFloats];
+  threadgroup float4 tiles[2 * Shape::kTileQuads];
+  threadgroup float2 exchange_pairs[Shape::kExchangePairs];
   threadgroup Int32 votes[Shape::kSimdgroups];
-  if (span.begin + Int64(tile) >= span.end) return;
-  AttnParams params = specialized(given);
-  RowTile rows = row_tile(params, ranges, span.begin + Int64(tile));
-  Lane at = lane_place(lane, simdgroup);
-  ForwardArrays arrays = {q, k, v};
-  ForwardMemory memory = {k_tile, v_tile, exchange, votes};
-  IndexRange keys = keys_of_rows(rows, rows.first, kQueryRows).any;
-  OnlineSoftmax<Shape::kOwnBlocks> state =
-      attend<kHd, kGpu>(params, rows, keys, arrays, memory, at);
-
-  Int64 r = rows.first + at.simdgroup % Shape::kRowBlocks * kBlockSize + at.row;
-  Int32 part = at.simdgroup / Shape::kRowBlocks;
-  if (r >= rows.end) return;
-  IndexRange seen = visible_keys(rows.band, query_of(rows, r));
-  bool live = !is_empty(seen);
-  float l = live ? state.l : 0.0f;
-  if (live && l == 0.0f) l = NAN;  // all visible scores are -inf
-  if (part == 0 && at.column == 0) {
-    row_max[stat_index(params, rows, r)] = live ? state.m : -INFINITY;
-    row_sum[stat_index(params, rows, r)] = l;
+  threadgroup float* k_tile = reinterpret_cast<threadgroup float*>(tiles);
+  threadgroup float* v_tile = k_tile + 4 * Shape::kTileQuads;
+  threadgroup float* exchange = reinterpret_cast<threadgroup float*>(exchange_pairs);
+  RowGroup rows = row_group(params, grid, ranges, group);
+  Lane at = lane_place(lane);
+  uint thread_ = simdgroup * kSimdgroupWidth + lane;
+  Int32 row_block = Int32(simdgroup % Shape::kRowBlocks);
+  Int32 channel = Int32(simdgroup / Shape::kRowBlocks) * Shape::kRuns * Shape::kRunChannels;
+  Int32 first_row = (grid.tile + Int32(group.x)) * kQueryRows;
+  Int32 r = first_row + row_block * kBlockSize + at.row;
+  bool exists = r < rows.end;
+  RowPlace place = row_place(rows, exists ? r : rows.end - 1);
+  ScoreOptions options = score_options(params, grid);
+  Range keys = keys_of_rows(rows, first_row, kQueryRows);
+  Range seen = keys_of_rows(rows, first_row + row_block * kBlockSize, kBlockSize);
+  HeadRows<float> k_rows = head_rows(k, params.k, rows.b, rows.kv_head);
+  HeadRows<float> v_rows = head_rows(v, params.v, rows.b, rows.kv_head);
+  device float* o_row = o + offset_of(params.o, rows.b, place.query, place.head) + channel;
+  Int64 stat = stat_index(params, rows.b, place.head, place.query);
+  OwnedQueries<Shape::kRunBlocks, Shape::kRuns> own;
+  own.seen = visible_keys(rows.band, place.query);
+  own.sums = no_sums();
+#pragma clang loop unroll(full)
+  for (Int32 run = 0; run < Shape::kRuns; ++run) {
+    load_row(q + offset_of(params.q, rows.b, place.query, place.head),
+             channel + run * Shape::kRunChannels, params.hd, at, own.q[run]);
+    set_zero(own.o[run]);
   }
-  float inverse = 1.0f / l;
-  device float* o_row = o + element_offset(params.o, rows.b, query_of(rows, r), head_of(rows, r));
-#pragma unroll
-  for (Int32 n = 0; n < Shape::kOwnBlocks; ++n) {
-    Int32 c = (part * Shape::kOwnBlocks + n) * kBlockSize + at.column;
-    store_pair(o_row, c, params.hd, live ? state.o.at[n] * inverse : Block(0.0f, 0.0f));
+
+  // Tiles start at multiples of their size, so that a row's sums do not depend on its neighbours.
+  bool empty = is_empty(keys);
+  Int32 first = keys.begin / Shape::kKeys * Shape::kKeys;
+  Int64 k_step = Shape::kKeys * k_rows.stride;
+  Int64 v_step = Shape::kKeys * v_rows.stride;
+  device const float* k_from = k_rows.row0 + first * k_rows.stride;
+  device const float* v_from = v_rows.row0 + first * v_rows.stride;
+  if (!empty) {
+    TileRows present = {keys.begin - first, keys.end - first};
+    stage_rows<kHd, Shape::kKeys, Shape::kThreads, kAbsentRowsAreOthers>(
+        k_from, k_rows.stride, present, params.hd, thread_, k_tile);
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+  }
+  bool first_run = true;
+  for (;;) {
+    Int32 next = first + Shape::kKeys;
+    bool last = next >= keys.end;
+    if (!empty) {
+      BlockSpan span = block_span(seen, own.seen, own.seen, first, Shape::kKeys);
+      TileRows present = {keys.begin - first, keys.end - first};
+      bool finite = stage_rows<kHd, Shape::kKeys, Shape::kThreads, kAbsentRowsAreZeros>(
+          v_from, v_rows.stride, present, params.hd, thread_, v_tile);
+      leave_vote(votes, finite, simdgroup, lane);
+      Blocks<Shape::kKeyBlocks> p;
+      multiply_keys<Shape::kRunBlocks, Shape::kRuns>(own.q, k_tile + channel, Shape::kStride, span,
+                                                     at, p);
+      if (Shape::kParts > 1) {
+#pragma clang loop unroll(full)
+        for (Int32 b = 0; b < Shape::kKeyBlocks; ++b) {
+          leave_block(exchange, Int32(simdgroup) * Shape::kKeyBlocks + b, lane, p.at[b]);
+        }
+      }
+      metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+      k_from += k_step;
+      v_from += v_step;
+      if (!last) {
+        TileRows ahead = {0, keys.end - next};
+        stage_rows<kHd, Shape::kKeys, Shape::kThreads, kAbsentRowsAreOthers>(
+            k_from, k_rows.stride, ahead, params.hd, thread_, k_tile);
+      }
+      if (span.from < span.to) {
+        if (Shape::kParts > 1) {
+#pragma clang loop unroll(full)
+          for (Int32 b = 0; b < Shape::kKeyBlocks; ++b) {
+            p.at[b] = sum_of_parts<Shape::kParts>(exchange, row_block * Shape::kKeyBlocks + b,
+                                                  Shape::kRowBlocks * Shape::kKeyBlocks, lane);
+          }
+        }
+        finite = span.whole || unanimous<Shape::kSimdgroups>(votes);
+        float alpha = softmax_step(options, span, own.seen, first + at.column, p, own.sums);
+#pragma clang loop unroll(full)
+        for (Int32 run = 0; run < Shape::kRuns; ++run) {
+          add_values(p, alpha, span, own.seen, first, v_tile + channel + run * Shape::kRunChannels,
+                     Shape::kStride, finite, at, own.o[run]);
+        }
+      }
+    }
+    if (last || next % kSplitKeys == 0) {
+      if (exists) {
+        end_run(own, first_run, last, o_row, params.hd - channel, at);
+        if (channel == 0 && at.column == 0) {
+          row_max[stat] = own.total.m;
+          row_sum[stat] = own.total.l;
+        }
+      }
+      first_run = false;
+    }
+    if (last) break;
+    first = next;
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
   }
 }

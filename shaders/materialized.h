@@ -5,9 +5,10 @@
 #include <metal_stdlib>
 
 #include "constants.h"
-#include "shared/attn_mask.h"
+#include "mask_options.h"
 #include "shared/attn_math.h"
 #include "shared/attn_params.h"
+#include "shared/attn_row.h"
 
 namespace forge {
 
@@ -18,7 +19,7 @@ struct RowPosition {
   Int64 t;
 };
 
-static inline RowPosition row_position(Int64 row, Int64 heads, Int64 length) {
+METAL_FUNC RowPosition row_position(Int64 row, Int64 heads, Int64 length) {
   RowPosition at;
   at.b = row / (heads * length);
   at.head = row / length % heads;
@@ -26,24 +27,29 @@ static inline RowPosition row_position(Int64 row, Int64 heads, Int64 length) {
   return at;
 }
 
-static inline float dot(device const float* a, device const float* b, Int32 hd) {
+METAL_FUNC float dot(device const float* a, device const float* b, Int32 hd) {
   float sum = 0.0f;
   for (Int32 d = 0; d < hd; ++d) sum = attn_fma(a[d], b[d], sum);
   return sum;
 }
 
 // y += a * x
-static inline void add_scaled(device float* y, float a, device const float* x, Int32 hd) {
+METAL_FUNC void add_scaled(device float* y, float a, device const float* x, Int32 hd) {
   for (Int32 c = 0; c < hd; ++c) y[c] = attn_fma(a, x[c], y[c]);
 }
 
+struct Scaling {
+  float scale;
+  float softcap;
+};
+
 // ds of one (query, key) pair, scale and softcap included.
-static inline float score_gradient(AttnParams params, device const float* q, device const float* k,
-                                   float p, float dp, float d_row) {
-  float ds = p * (dp - d_row) * params.scale;
+METAL_FUNC float score_gradient(Scaling scaling, device const float* q, device const float* k,
+                                Int32 hd, float p, float dp, float d_row) {
+  float ds = p * (dp - d_row) * scaling.scale;
   if (has_softcap) {
-    float x = dot(q, k, params.hd) * params.scale;
-    float t = attn_tanh(x / params.softcap);
+    float x = dot(q, k, hd) * scaling.scale;
+    float t = attn_tanh(x / scaling.softcap);
     ds = ds * attn_fma(-t, t, 1.0f);
   }
   return ds;

@@ -17,15 +17,14 @@ kernel void attention_fwd_f32(device const float* q [[buffer(kBufferQ)]],
                               device float* row_max [[buffer(kBufferRowMax)]],
                               device float* row_sum [[buffer(kBufferRowSum)]],
                               device const AttnRange* ranges [[buffer(kBufferRanges)]],
-                              constant AttnParams& given [[buffer(kBufferParams)]],
+                              constant AttnParams& params [[buffer(kBufferParams)]],
                               constant AttnSpan& span [[buffer(kBufferSpan)]],
                               uint thread_index [[thread_position_in_grid]]) {
-  AttnParams params = given;
   Int64 row = span.begin + Int64(thread_index);
   if (row >= span.end) return;
   RowPosition at = row_position(row, params.H, params.Tq);
   AttnRange range = ranges[at.b];
-  IndexRange keys = visible_keys(attn_band(params, range), at.t);
+  IndexRange keys = visible_keys(attn_band(mask_options(params), range), at.t);
   Int64 kv_head = at.head / (params.H / params.Hkv);
   device const float* q_row = q + element_offset(params.q, at.b, at.t, at.head);
   device const float* k_head = k + element_offset(params.k, at.b, 0, kv_head);
@@ -57,8 +56,9 @@ kernel void attention_fwd_f32(device const float* q [[buffer(kBufferQ)]],
       add_scaled(o_row, weight, v_head + j * params.v.row, params.hd);
     }
   }
-  row_max[row] = m;
-  row_sum[row] = l;
+  AttnRow<float> finished = finished_row(!is_empty(keys), m, l);
+  row_max[row] = finished.m;
+  row_sum[row] = finished.l;
 }
 
 // One query row: d_row = dout . o - dlse.
@@ -67,10 +67,9 @@ kernel void attention_bwd_d_f32(device const float* o [[buffer(kBufferO)]],
                                 device const float* dlse
                                 [[buffer(kBufferDlse), function_constant(has_dlse)]],
                                 device float* d_row [[buffer(kBufferDRow)]],
-                                constant AttnParams& given [[buffer(kBufferParams)]],
+                                constant AttnParams& params [[buffer(kBufferParams)]],
                                 constant AttnSpan& span [[buffer(kBufferSpan)]],
                                 uint thread_index [[thread_position_in_grid]]) {
-  AttnParams params = given;
   Int64 row = span.begin + Int64(thread_index);
   if (row >= span.end) return;
   RowPosition at = row_position(row, params.H, params.Tq);
@@ -89,24 +88,25 @@ kernel void attention_bwd_dq_f32(device const float* q [[buffer(kBufferQ)]],
                                  device const float* d_row [[buffer(kBufferDRow)]],
                                  device float* dq [[buffer(kBufferDq)]],
                                  device const AttnRange* ranges [[buffer(kBufferRanges)]],
-                                 constant AttnParams& given [[buffer(kBufferParams)]],
+                                 constant AttnParams& params [[buffer(kBufferParams)]],
                                  constant AttnSpan& span [[buffer(kBufferSpan)]],
                                  uint thread_index [[thread_position_in_grid]]) {
-  AttnParams params = given;
   Int64 row = span.begin + Int64(thread_index);
   if (row >= span.end) return;
   RowPosition at = row_position(row, params.H, params.Tq);
   AttnRange range = ranges[at.b];
-  IndexRange keys = visible_keys(attn_band(params, range), at.t);
+  IndexRange keys = visible_keys(attn_band(mask_options(params), range), at.t);
   Int64 kv_head = at.head / (params.H / params.Hkv);
   device const float* q_row = q + element_offset(params.q, at.b, at.t, at.head);
   device const float* dout_row = dout + element_offset(params.dout, at.b, at.t, at.head);
+  Scaling scaling = {params.scale, params.softcap};
   device float* dq_row = dq + element_offset(params.dq, at.b, at.t, at.head);
   for (Int64 j = keys.begin; j < keys.end; ++j) {
     device const float* k_row = k + element_offset(params.k, at.b, j, kv_head);
     device const float* v_row = v + element_offset(params.v, at.b, j, kv_head);
     float dp = dot(dout_row, v_row, params.hd);
-    float ds = score_gradient(params, q_row, k_row, p[row * params.Tk + j], dp, d_row[row]);
+    float ds =
+        score_gradient(scaling, q_row, k_row, params.hd, p[row * params.Tk + j], dp, d_row[row]);
     add_scaled(dq_row, ds, k_row, params.hd);
   }
 }
@@ -122,19 +122,19 @@ kernel void attention_bwd_dkv_f32(device const float* q [[buffer(kBufferQ)]],
                                   device float* dk [[buffer(kBufferDk)]],
                                   device float* dv [[buffer(kBufferDv)]],
                                   device const AttnRange* ranges [[buffer(kBufferRanges)]],
-                                  constant AttnParams& given [[buffer(kBufferParams)]],
+                                  constant AttnParams& params [[buffer(kBufferParams)]],
                                   constant AttnSpan& span [[buffer(kBufferSpan)]],
                                   uint thread_index [[thread_position_in_grid]]) {
-  AttnParams params = given;
   Int64 row = span.begin + Int64(thread_index);
   if (row >= span.end) return;
   RowPosition at = row_position(row, params.Hkv, params.Tk);
   AttnRange range = ranges[at.b];
-  IndexRange queries = visible_queries(attn_band(params, range), at.t, params.Tq);
+  IndexRange queries = visible_queries(attn_band(mask_options(params), range), at.t, params.Tq);
   Int64 rep = params.H / params.Hkv;
   device const float* k_row = k + element_offset(params.k, at.b, at.t, at.head);
   device const float* v_row = v + element_offset(params.v, at.b, at.t, at.head);
   device float* dk_row = dk + element_offset(params.dk, at.b, at.t, at.head);
+  Scaling scaling = {params.scale, params.softcap};
   device float* dv_row = dv + element_offset(params.dv, at.b, at.t, at.head);
   for (Int64 h = at.head * rep; h < (at.head + 1) * rep; ++h) {
     for (Int64 i = queries.begin; i < queries.end; ++i) {
@@ -144,7 +144,7 @@ kernel void attention_bwd_dkv_f32(device const float* q [[buffer(kBufferQ)]],
       float weight = p[query_row * params.Tk + at.t];
       add_scaled(dv_row, weight, dout_row, params.hd);
       float dp = dot(dout_row, v_row, params.hd);
-      float ds = score_gradient(params, q_row, k_row, weight, dp, d_row[query_row]);
+      float ds = score_gradient(scaling, q_row, k_row, params.hd, weight, dp, d_row[query_row]);
       add_scaled(dk_row, ds, q_row, params.hd);
     }
   }

@@ -1,52 +1,53 @@
-// Tiles of floats, and the one place that knows simdgroup_matrix. A block is 8 x 8 floats over the
-// 32 lanes of a simdgroup: two neighbours of one row to a lane, four lanes to a row. Everything
-// else (masks, exponentials, reading and writing) is plain arithmetic on a lane's two floats, so
-// another GPU's matrix unit needs another lane_place, multiply_add, row_sum and row_max, and no
-// other kernel.
+// Tiles, and the one place that knows simdgroup_matrix. A block is 8 x 8 floats over the 32 lanes
+// of a simdgroup: two neighbours of one row to a lane, four lanes to a row. Everything else (masks,
+// exponentials, reading and writing) is plain arithmetic on a lane's two floats, so another GPU's
+// matrix unit needs another lane_place, multiply_add, row_sum and row_max, and no other kernel.
+//
+// Channels are dealt to blocks so that a lane's are neighbours in memory. Blocks come in groups of
+// four (at the end of a run two or one): channel j of block i of a group of G is number G * j + i
+// of the group's 8 * G. A lane with the channels (column, column + 1) of each block has 2 * G
+// neighbours, one with channel `row` has G. Sums over channels do not care, as long as both factors
+// are dealt alike.
 #pragma once
 
 #include <metal_stdlib>
 
+#include "constants.h"
 #include "shared/attn_math.h"
 #include "shared/fused_tiling.h"
 
-using namespace metal;  // uint, ushort and float2 may be found there only
+using namespace metal;  // uint, ushort, float2 and float4 may be found there only
 
 namespace forge {
 
 // A lane's share of a block: (row, column) and (row, column + 1).
 typedef float2 Block;
 
-// N blocks: of a row of blocks, each lane has floats of one row; of a column, of two columns.
 template <int N>
 struct Blocks {
   Block at[N];
 };
 
-// Where a lane stands in every block, and in its threadgroup.
+// Where a lane stands in every block.
 struct Lane {
   Int32 row;
   Int32 column;
-  Int32 lane;
-  Int32 simdgroup;
 };
 
-static inline Lane lane_place(uint lane, uint simdgroup) {
+METAL_FUNC Lane lane_place(uint lane) {
   Lane at;
   at.row = Int32(((lane / 4) & 4) + ((lane / 2) % 4));
   at.column = Int32(2 * (((lane / 4) & 2) + lane % 2));
-  at.lane = Int32(lane);
-  at.simdgroup = Int32(simdgroup);
   return at;
 }
 
 // The lane that holds (row, column), the inverse of lane_place.
-static inline ushort lane_holding(Int32 row, Int32 column) {
+METAL_FUNC ushort lane_holding(Int32 row, Int32 column) {
   return ushort((row & 4) * 4 + (row & 3) * 2 + (column & 4) * 2 + (column & 2) / 2);
 }
 
 // sum + a b
-static inline Block multiply_add(Block a, Block b, Block sum) {
+METAL_FUNC Block multiply_add(Block a, Block b, Block sum) {
   metal::simdgroup_float8x8 left;
   metal::simdgroup_float8x8 right;
   metal::simdgroup_float8x8 total;
@@ -61,41 +62,165 @@ static inline Block multiply_add(Block a, Block b, Block sum) {
 }
 
 // Reductions over a row: the four lanes that hold it get the same result.
-static inline float row_sum(Block x) {
+METAL_FUNC float row_sum(Block x) {
   float sum = x.x + x.y;
   sum += metal::simd_shuffle_xor(sum, 1);
   sum += metal::simd_shuffle_xor(sum, 8);
   return sum;
 }
 
-// NaN is passed over.
-static inline float larger(float a, float b) { return a > b ? a : b; }
+// NaN in `a` is passed over.
+METAL_FUNC float larger(float a, float b) { return a > b ? a : b; }
 
-static inline float row_max(float x) {
+METAL_FUNC float row_max(float x) {
   x = larger(metal::simd_shuffle_xor(x, 1), x);
   return larger(metal::simd_shuffle_xor(x, 8), x);
 }
 
-// One block of a tile in threadgroup memory, whose rows are `stride` floats apart.
-static inline Block load_block(threadgroup const float* tile, Int32 stride, Lane at) {
-  threadgroup const float* from = tile + at.row * stride + at.column;
-  return Block(from[0], from[1]);
+template <int N>
+METAL_FUNC void set_zero(thread Blocks<N>& blocks) {
+#pragma clang loop unroll(full)
+  for (Int32 n = 0; n < N; ++n) blocks.at[n] = Block(0.0f, 0.0f);
 }
 
-static inline Block load_transposed(threadgroup const float* tile, Int32 stride, Lane at) {
-  threadgroup const float* from = tile + at.column * stride + at.row;
-  return Block(from[0], from[stride]);
+// By selection, for a `b` that no compiler knows: registers have no index.
+template <int N>
+METAL_FUNC Block block_of(thread const Blocks<N>& blocks, Int32 b) {
+  Block block = blocks.at[0];
+#pragma clang loop unroll(full)
+  for (Int32 n = 1; n < N; ++n) {
+    if (b == n) block = blocks.at[n];
+  }
+  return block;
 }
 
-// Element c and c + 1 of a row in device memory, zeros from hd on. Rows are aligned to 4 bytes, no
-// more: two loads.
-static inline Block load_pair(device const float* row, Int32 c, Int32 hd) {
-  return Block(c < hd ? row[c] : 0.0f, c + 1 < hd ? row[c + 1] : 0.0f);
+// Blocks in the group that begins with block `first` of a run of N.
+template <int N>
+METAL_FUNC constexpr Int32 group_size(Int32 first) {
+  static_assert(N % 4 != 3, "groups of four, then one of two or of one");
+  return N - first < 4 ? N - first : 4;
 }
 
-static inline void store_pair(device float* row, Int32 c, Int32 hd, Block values) {
-  if (c < hd) row[c] = values.x;
-  if (c + 1 < hd) row[c + 1] = values.y;
+// Four neighbours at once, of an array in device memory: an overload for each type that it may
+// have.
+METAL_FUNC float4 read_four(device const float* at) {
+  return *reinterpret_cast<device const float4*>(at);
+}
+METAL_FUNC void write_four(device float* at, float4 x) {
+  *reinterpret_cast<device float4*>(at) = x;
+}
+
+// Of a tile.
+METAL_FUNC float4 four_at(threadgroup const float* at) {
+  return *reinterpret_cast<threadgroup const float4*>(at);
+}
+METAL_FUNC float2 two_at(threadgroup const float* at) {
+  return *reinterpret_cast<threadgroup const float2*>(at);
+}
+METAL_FUNC void put_four(threadgroup float* at, float4 x) {
+  *reinterpret_cast<threadgroup float4*>(at) = x;
+}
+
+METAL_FUNC bool is_channel(Int32 c, Int32 hd) { return is_whole || c < hd; }
+
+template <typename T>
+METAL_FUNC float load_one(device const T* row, Int32 c, Int32 hd) {
+  bool inside = is_channel(c, hd);
+  float x = float(row[inside ? c : 0]);
+  return inside ? x : 0.0f;
+}
+
+// Four channels of a row in device memory from c on, zeros from hd on. Not aligned: rows start at
+// any element, and each of the four is read at a place inside the row.
+template <typename T>
+METAL_FUNC float4 load_four(device const T* row, Int32 c, Int32 hd) {
+  if (is_aligned) {
+    bool inside = is_channel(c, hd);
+    float4 x = read_four(row + (inside ? c : 0));
+    return float4(inside ? x.x : 0.0f, inside ? x.y : 0.0f, inside ? x.z : 0.0f,
+                  inside ? x.w : 0.0f);
+  }
+  return float4(load_one(row, c, hd), load_one(row, c + 1, hd), load_one(row, c + 2, hd),
+                load_one(row, c + 3, hd));
+}
+
+template <typename T>
+METAL_FUNC void store_four(device T* row, Int32 c, Int32 hd, float4 x) {
+  if (is_aligned) {
+    if (is_channel(c, hd)) write_four(row + c, x);
+    return;
+  }
+  if (is_channel(c, hd)) row[c] = T(x.x);
+  if (is_channel(c + 1, hd)) row[c + 1] = T(x.y);
+  if (is_channel(c + 2, hd)) row[c + 2] = T(x.z);
+  if (is_channel(c + 3, hd)) row[c + 3] = T(x.w);
+}
+
+// `count` channels, 4 or fewer; four of them are aligned as above.
+template <typename T>
+METAL_FUNC float4 load_some(device const T* row, Int32 c, Int32 hd, Int32 count) {
+  if (count == 4) return load_four(row, c, hd);
+  return float4(load_one(row, c, hd), count == 2 ? load_one(row, c + 1, hd) : 0.0f, 0.0f, 0.0f);
+}
+
+template <typename T>
+METAL_FUNC void store_some(device T* row, Int32 c, Int32 hd, Int32 count, float4 x) {
+  if (count == 4) {
+    store_four(row, c, hd, x);
+    return;
+  }
+  if (is_channel(c, hd)) row[c] = T(x.x);
+  if (count == 2 && is_channel(c + 1, hd)) row[c + 1] = T(x.y);
+}
+
+// A group of a run's blocks with channels across, from a tile whose rows are aligned to four: the
+// lane has one row, the channels column and column + 1 of each block.
+template <int N, typename T>
+METAL_FUNC void load_across(threadgroup const T* row, Int32 first, Int32 column,
+                            thread Blocks<4>& to) {
+  Int32 size = group_size<N>(first);
+  Int32 c = first * kBlockSize + size * column;
+  if (size == 1) {
+    to.at[0] = two_at(row + c);
+    return;
+  }
+  float4 x = four_at(row + c);
+  if (size == 2) {
+    to.at[0] = Block(x.x, x.z);
+    to.at[1] = Block(x.y, x.w);
+    return;
+  }
+  float4 y = four_at(row + c + 4);
+  to.at[0] = Block(x.x, y.x);
+  to.at[1] = Block(x.y, y.y);
+  to.at[2] = Block(x.z, y.z);
+  to.at[3] = Block(x.w, y.w);
+}
+
+// A group with channels down: the lane has channel `row` of each block, of two neighbouring rows of
+// the tile.
+template <int N, typename T>
+METAL_FUNC void load_down(threadgroup const T* left, threadgroup const T* right, Int32 first,
+                          Int32 row, thread Blocks<4>& to) {
+  Int32 size = group_size<N>(first);
+  Int32 c = first * kBlockSize + size * row;
+  if (size == 1) {
+    to.at[0] = Block(left[c], right[c]);
+    return;
+  }
+  if (size == 2) {
+    float2 x = two_at(left + c);
+    float2 y = two_at(right + c);
+    to.at[0] = Block(x.x, y.x);
+    to.at[1] = Block(x.y, y.y);
+    return;
+  }
+  float4 x = four_at(left + c);
+  float4 y = four_at(right + c);
+  to.at[0] = Block(x.x, y.x);
+  to.at[1] = Block(x.y, y.y);
+  to.at[2] = Block(x.z, y.z);
+  to.at[3] = Block(x.w, y.w);
 }
 
 }  // namespace forge

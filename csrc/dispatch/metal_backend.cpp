@@ -1,5 +1,6 @@
 #include "dispatch/metal_backend.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -25,6 +26,13 @@ class MetalBackend final : public Backend {
     if (problem.family == Family::kFused && problem.hd > kMaxFusedHeadDim) {
       return {false, "the fused Metal kernels take head dims 1 to " +
                          std::to_string(kMaxFusedHeadDim) + ", got " + std::to_string(problem.hd)};
+    }
+    const Int64 rows = problem.H / problem.Hkv * problem.Tq;
+    const Int64 longest = std::max(rows, problem.Tk);
+    if (problem.family == Family::kFused && longest > kMaxFusedLength) {
+      return {false, "the fused Metal kernels take up to " + std::to_string(kMaxFusedLength) +
+                         " keys, and as many queries times H / Hkv; got " +
+                         std::to_string(longest)};
     }
     if (problem.family == Family::kFused) {
       const std::string reason = metal::fused_unavailable_reason(problem);

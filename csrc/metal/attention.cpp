@@ -109,7 +109,8 @@ std::string fused_unavailable_reason(const Problem& problem) {
     const std::shared_ptr<Context> context = Context::current();
     if (context->runs_fused) return "";
     const AttnParams params = params_as<float>(problem);
-    const Kernel kernel = fused::is_decode(params) ? fused::decode(params) : fused::fwd(params);
+    Kernel kernel = fused::is_decode(params) ? fused::decode(params) : fused::fwd(params);
+    kernel.switches.is_aligned = true;  // as most calls have it
     context->pipelines().get(kernel.name, kernel.switches);
     context->runs_fused = true;
     return "";
@@ -128,7 +129,10 @@ Ran run(const Problem& problem) {
   add_operands(buffers, params, problem);
   add_scratch(buffers, problem, params);
   buffers.make();
-  for (const Kernel& kernel : kernels_of(problem, params)) stream.run(kernel);
+  for (Kernel kernel : kernels_of(problem, params)) {
+    kernel.switches.is_aligned = kernel.threadgroup_threads > 0 && buffers.are_aligned();
+    stream.run(kernel);
+  }
   stream.finish();
   buffers.copy_back();
   return {context->device_name(), context->library_origin(), buffers.report()};

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <new>
@@ -176,6 +177,18 @@ Buffers::BufferPtr Buffers::new_buffer(const char* name, std::size_t bytes) cons
                    " bytes for " + name);
   }
   return buffer;
+}
+
+bool Buffers::are_aligned() const {
+  constexpr Int64 kFour = 4;
+  constexpr Int64 kMostRowStride = Int64(1) << 24;
+  return std::all_of(arrays_.begin(), arrays_.end(), [&](const Placed& placed) {
+    if (placed.array.strides == nullptr || placed.empty()) return true;
+    const AttnStrides& strides = placed.device_strides;
+    const Int64 odd = placed.hd | strides.batch | strides.row | strides.head | strides.first;
+    const auto four = static_cast<std::size_t>(kFour * placed.element_bytes());
+    return odd % kFour == 0 && placed.offset % four == 0 && std::abs(strides.row) < kMostRowStride;
+  });
 }
 
 void Buffers::bind(MTL::ComputeCommandEncoder& encoder) const {

@@ -43,6 +43,10 @@ class Buffers {
   // zeroed. Throws forge::TooLarge above the device's buffer limit and where it has no memory left.
   void make();
 
+  // After make(): whether four channels of a row can be read and written at once, in every array
+  // that has rows, and whether the rows of a tile lie within 32 bits of each other.
+  bool are_aligned() const;
+
   void bind(MTL::ComputeCommandEncoder& encoder) const;
   // Staged outputs go back to their arrays, element by element: what lies between is not ours.
   void copy_back() const;

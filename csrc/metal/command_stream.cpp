@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/interrupt.h"
+#include "shared/attn_grid.h"
 
 namespace forge::metal {
 namespace {
@@ -46,22 +47,38 @@ CommandStream::CommandStream(std::shared_ptr<Context> context, const Buffers& bu
 void CommandStream::run(const Kernel& kernel) {
   const auto pipeline = context_->pipelines().get(kernel.name, kernel.switches);
   const Int64 most = fit(kernel);
-  for (Int64 begin = 0; begin < kernel.count;) {
+  const Int64 all = kernel.count * kernel.heads * kernel.batch;
+  for (Int64 done = 0; done < all;) {
     // Pieces of one size: a small one at the end would leave most of a GPU idle.
-    const Int64 left = kernel.count - begin;
-    const Int64 pieces = (left + most - 1) / most;
-    const Int64 count = (left + pieces - 1) / pieces;
+    const Int64 pieces = (all - done + most - 1) / most;
+    const Part part = next_part(kernel, done, (all - done + pieces - 1) / pieces);
+    const Int64 count = part.count[0] * part.count[1] * part.count[2];
     const double share = static_cast<double>(count) / static_cast<double>(most);
     if (commands_ && used_ + share > 1) commit();
-    const AttnSpan span = {begin, begin + count};
-    encode(kernel, *pipeline.get(), span);
+    encode(kernel, *pipeline.get(), part);
     used_ += share;
-    begin = span.end;
+    done += count;
   }
 }
 
+// A part is a box: some x of one (y, z), or all x of some y of one z, or all of some z.
+CommandStream::Part CommandStream::next_part(const Kernel& kernel, Int64 done, Int64 most) {
+  const Int64 extents[] = {kernel.count, kernel.heads, kernel.batch};
+  Part part = {{0, 0, 0}, {1, 1, 1}};
+  for (int axis = 0; axis < 3; ++axis) {
+    part.begin[axis] = done % extents[axis];
+    done /= extents[axis];
+  }
+  for (int axis = 0; axis < 3; ++axis) {
+    part.count[axis] = std::min(most, extents[axis] - part.begin[axis]);
+    most /= extents[axis];
+    if (part.count[axis] < extents[axis] || most < 1) break;
+  }
+  return part;
+}
+
 void CommandStream::encode(const Kernel& kernel, const MTL::ComputePipelineState& pipeline,
-                           const AttnSpan& span) {
+                           const Part& part) {
   const NS::UInteger limit = pipeline.maxTotalThreadsPerThreadgroup();
   const auto threads = static_cast<NS::UInteger>(kernel.threadgroup_threads);
   if (threads > limit) {
@@ -78,12 +95,21 @@ void CommandStream::encode(const Kernel& kernel, const MTL::ComputePipelineState
   encoder->setComputePipelineState(&pipeline);
   buffers_.bind(*encoder);
   encoder->setBytes(&params_, sizeof params_, kBufferParams);
-  encoder->setBytes(&span, sizeof span, kBufferSpan);
-  const MTL::Size count(static_cast<NS::UInteger>(span.end - span.begin), 1, 1);
   if (threads == 0) {
-    encoder->dispatchThreads(count, MTL::Size(std::min(kThreadsPerThreadgroup, limit), 1, 1));
+    const AttnSpan span = {part.begin[0], part.begin[0] + part.count[0]};
+    encoder->setBytes(&span, sizeof span, kBufferSpan);
+    encoder->dispatchThreads(MTL::Size(static_cast<NS::UInteger>(part.count[0]), 1, 1),
+                             MTL::Size(std::min(kThreadsPerThreadgroup, limit), 1, 1));
   } else {
-    encoder->dispatchThreadgroups(count, MTL::Size(threads, 1, 1));
+    AttnGrid grid = attn_grid(params_);
+    grid.tile = static_cast<Int32>(part.begin[0]);
+    grid.head = static_cast<Int32>(part.begin[1]);
+    grid.batch = static_cast<Int32>(part.begin[2]);
+    encoder->setBytes(&grid, sizeof grid, kBufferGrid);
+    encoder->dispatchThreadgroups(MTL::Size(static_cast<NS::UInteger>(part.count[0]),
+                                            static_cast<NS::UInteger>(part.count[1]),
+                                            static_cast<NS::UInteger>(part.count[2])),
+                                  MTL::Size(threads, 1, 1));
   }
   encoder->endEncoding();
 }

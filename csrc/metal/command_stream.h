@@ -27,8 +27,15 @@ class CommandStream {
   void finish();
 
  private:
-  void encode(const Kernel& kernel, const MTL::ComputePipelineState& pipeline,
-              const AttnSpan& span);
+  // A part of a kernel's grid: x counts rows or tiles, y heads, z sequences.
+  struct Part {
+    Int64 begin[3];
+    Int64 count[3];
+  };
+
+  // The next part of what is left, from threadgroup or row number `done` on, of at most `most`.
+  static Part next_part(const Kernel& kernel, Int64 done, Int64 most);
+  void encode(const Kernel& kernel, const MTL::ComputePipelineState& pipeline, const Part& part);
   void commit();
   void wait();
   [[noreturn]] void fail(const NS::Error* error);

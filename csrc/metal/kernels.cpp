@@ -73,13 +73,12 @@ Switches fused_switches(const AttnParams& params, bool accumulate = false) {
   switches.has_causal = params.causal != 0;
   switches.has_window = params.window_left >= 0 || params.window_right >= 0;
   switches.accumulate = accumulate;
+  switches.is_whole = params.hd == tiling_of(params).head_dim;
   return switches;
 }
 
-// Tiles over the query rows of each group of heads that share a key/value head.
-Int64 query_tiles(const AttnParams& params) {
-  return params.B * params.Hkv * tiles_of(params.H / params.Hkv * params.Tq);
-}
+// Query rows of each group of heads that share a key/value head.
+Int64 group_rows(const AttnParams& params) { return params.H / params.Hkv * params.Tq; }
 
 // `products` for each row of a tile and each of the `length` rows on the other side that it may
 // meet.
@@ -101,41 +100,68 @@ Int64 decode_partial_size(const AttnParams& params) {
 }
 
 Kernel fwd(const AttnParams& params) {
-  return {instance("attention_fused_fwd", params), fused_switches(params), query_tiles(params),
-          tile_cost(params, params.Tk, 2), forward_simdgroups(tiling_of(params)) * kSimdgroupWidth};
+  return {instance("attention_fused_fwd", params),
+          fused_switches(params),
+          tiles_of(group_rows(params)),
+          tile_cost(params, params.Tk, 2),
+          forward_simdgroups(tiling_of(params)) * kSimdgroupWidth,
+          params.Hkv,
+          params.B};
 }
 
 Kernel decode(const AttnParams& params) {
-  const Int64 splits = decode_splits(params.Tk);
-  return {instance("attention_decode", params), fused_switches(params),
-          query_tiles(params) * splits,
-          tile_cost(params, params.Tk, 2) / static_cast<double>(splits),
-          forward_simdgroups(tiling_of(params)) * kSimdgroupWidth};
+  const Int64 row_blocks = (group_rows(params) + kBlockSize - 1) / kBlockSize;
+  const Int64 units = row_blocks * decode_splits(params.Tk);
+  return {instance("attention_decode", params),
+          fused_switches(params),
+          (units + kDecodeSimdgroups - 1) / kDecodeSimdgroups,
+          kDecodeSimdgroups * tile_cost(params, kSplitKeys, 2) / (kQueryRows / kBlockSize),
+          kDecodeSimdgroups * kSimdgroupWidth,
+          params.Hkv,
+          params.B};
 }
 
 Kernel decode_combine(const AttnParams& params) {
-  return {"attention_decode_combine", fused_switches(params), query_rows(params),
-          static_cast<double>(decode_splits(params.Tk)) * params.hd, kSimdgroupWidth};
+  return {"attention_decode_combine",
+          fused_switches(params),
+          params.Tq,
+          static_cast<double>(decode_splits(params.Tk)) * params.hd,
+          kSimdgroupWidth,
+          params.H,
+          params.B};
 }
 
 Kernel bwd_d(const AttnParams& params, bool has_dlse) {
   Switches switches = fused_switches(params);
   switches.has_dlse = has_dlse;
-  return {"attention_fused_bwd_d", switches, tiles_of(query_rows(params)),
-          static_cast<double>(kQueryRows) * params.hd, kQueryRows / kBlockSize * kSimdgroupWidth};
+  return {"attention_fused_bwd_d",
+          switches,
+          tiles_of(params.Tq),
+          static_cast<double>(kQueryRows) * params.hd,
+          kQueryRows / kBlockSize * kSimdgroupWidth,
+          params.H,
+          params.B};
 }
 
 Kernel bwd_dq(const AttnParams& params, bool accumulate) {
-  return {instance("attention_fused_bwd_dq", params), fused_switches(params, accumulate),
-          query_tiles(params), tile_cost(params, params.Tk, 3),
-          backward_simdgroups(tiling_of(params)) * kSimdgroupWidth};
+  return {instance("attention_fused_bwd_dq", params),
+          fused_switches(params, accumulate),
+          tiles_of(group_rows(params)),
+          tile_cost(params, params.Tk, 3),
+          dq_simdgroups(tiling_of(params)) * kSimdgroupWidth,
+          params.Hkv,
+          params.B};
 }
 
 Kernel bwd_dkv(const AttnParams& params, bool accumulate) {
-  return {instance("attention_fused_bwd_dkv", params), fused_switches(params, accumulate),
-          params.B * params.Hkv * tiles_of(params.Tk),
-          tile_cost(params, params.Tq, 4) * (params.H / params.Hkv),
-          backward_simdgroups(tiling_of(params)) * kSimdgroupWidth};
+  return {instance("attention_fused_bwd_dkv", params),
+          fused_switches(params, accumulate),
+          key_tiles_of(tiling_of(params), params.Tk),
+          tile_cost(params, params.Tq, 4) * tiling_of(params).dkv_keys / kQueryRows *
+              (params.H / params.Hkv),
+          dkv_simdgroups(tiling_of(params)) * kSimdgroupWidth,
+          params.Hkv,
+          params.B};
 }
 
 }  // namespace fused

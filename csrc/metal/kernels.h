@@ -9,13 +9,15 @@
 
 namespace forge::metal {
 
-// A grid of `count` rows with a thread each, or of `count` tiles with a threadgroup each.
+// A grid of `count` rows with a thread each, or of count * heads * batch threadgroups.
 struct Kernel {
   std::string name;
   Switches switches;
   Int64 count;
   double fmas_each;               // at most
   Int32 threadgroup_threads = 0;  // 0: a thread each
+  Int64 heads = 1;
+  Int64 batch = 1;
 };
 
 namespace materialized {

@@ -20,6 +20,8 @@ struct Switches {
   bool has_causal = false;
   bool has_window = false;
   bool accumulate = false;
+  bool is_aligned = false;
+  bool is_whole = false;
 
   template <typename Visit>
   void list(Visit&& visit) const {
@@ -28,6 +30,8 @@ struct Switches {
     visit(kConstantHasCausal, has_causal);
     visit(kConstantHasWindow, has_window);
     visit(kConstantAccumulate, accumulate);
+    visit(kConstantIsAligned, is_aligned);
+    visit(kConstantIsWhole, is_whole);
   }
 };
 

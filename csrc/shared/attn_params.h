@@ -3,7 +3,11 @@
 
 #ifdef __METAL_VERSION__
 #include <metal_stdlib>
-#define FORGE_INLINE static inline
+// For whoever compiles this text with other defaults than ours. At file scope they hold for all
+// that follows.
+#pragma METAL fp math_mode(safe)
+#pragma METAL fp contract(off)
+#define FORGE_INLINE METAL_FUNC
 #else
 #include <cstddef>
 #include <cstdint>

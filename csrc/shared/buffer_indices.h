@@ -20,8 +20,9 @@ enum BufferIndex {
   kBufferDv = 12,
   kBufferRanges = 13,   // AttnRange, B of them
   kBufferParams = 14,   // AttnParams
-  kBufferSpan = 15,     // AttnSpan
-  kBufferPartial = 16,  // decode's unfinished rows, [B, H, Tq, splits, hd + 2]
+  kBufferSpan = 15,     // AttnSpan, of the materialized kernels
+  kBufferPartial = 16,  // decode's unfinished rows, [B, H, Tq, splits, hd + 4]
+  kBufferGrid = 17,     // AttnGrid, of the fused kernels
 };
 
 }  // namespace forge

@@ -11,6 +11,8 @@ enum FunctionConstant {
   kConstantHasCausal = 8,    // bool: params.causal
   kConstantHasWindow = 9,    // bool: params.window_left or params.window_right is not -1
   kConstantAccumulate = 10,  // bool: gradients are added to what dq, dk and dv hold
+  kConstantIsAligned = 11,   // bool: four channels of a row may be read and written at once
+  kConstantIsWhole = 12,     // bool: params.hd is the head dim of the instantiation
 };
 
 }  // namespace forge

@@ -249,7 +249,7 @@ struct simdgroup_matrix {
                 "MSL 2.4 SIMD-group Matrix Data Types | a SIMD-group matrix is 8 x 8");
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T);
-  __private vec<T, 2>& thread_elements();
+  __private vec<T, 2>& thread_elements() __private;
   vec<T, 2> lane;
 };
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;

@@ -231,3 +231,10 @@ def test_empty_arrays_take_no_buffer(rng):
         gradients = forward_and_backward(q, k, v, dout)
         assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
         assert not any(x.any() for x in gradients)
+
+
+def test_more_keys_than_positions_of_32_bits_are_refused(metal):
+    q = np.ones((1, 1, 1, 4), np.float32)
+    k = np.broadcast_to(q, (1, 0x3FFFFF01, 1, 4))
+    with pytest.raises(ValueError, match=r"take up to 1073741568 keys.* got 1073741569"):
+        forge.attention(q, k, k, backend=metal, kernel="fused")
