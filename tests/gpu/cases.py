@@ -51,7 +51,8 @@ class Case:
         """Return out, lse and, but for decode, the gradients."""
         q, k, v, dout, dlse = inputs
         materialized = self.family == "materialized"
-        out, dq, dk, dv = (surrounded(x.shape) for x in (q, q, k, v))
+        room = 4 if self.layout == "plain" else 3
+        out, dq, dk, dv = (surrounded(x.shape, room) for x in (q, q, k, v))
         if self.accumulate or materialized:
             for x in (dq, dk, dv):
                 x[...] = 1 if self.accumulate else 0
@@ -144,11 +145,14 @@ def hash_of(name: str) -> int:
     return sum((n + 1) * ord(letter) for n, letter in enumerate(name))
 
 
-def surrounded(shape: tuple[int, ...]) -> np.ndarray:
-    """Return an output of NaN that lies among guards: rows and heads with room between them."""
+def surrounded(shape: tuple[int, ...], room: int) -> np.ndarray:
+    """Return an output of NaN that lies among guards: rows and heads with room between them.
+
+    With a room of 4 rows are aligned as those of an array of its own; with 3 they are not.
+    """
     B, T, heads, hd = shape
-    whole = np.full((B, T, 2 * heads, hd + 5), GUARD)
-    inner = whole[:, :, ::2, 3 : 3 + hd]
+    whole = np.full((B, T, 2 * heads, hd + 2 * room), GUARD)
+    inner = whole[:, :, ::2, room : room + hd]
     inner[...] = np.nan
     return inner
 

@@ -12,7 +12,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 AS_DECLARED = 0  # threads: as many as the kernel declares
+ROW_THREADS = 64  # of a threadgroup of a kernel that has a thread a row
 TILE_ROWS = 32
+BLOCK_ROWS = 8
+SPLIT_KEYS = 512
+DECODE_SIMDGROUPS = 8
 SLOT_NAME = re.compile(r"kBuffer(\w+) = (\d+)")
 SLOTS = {
     name: int(number)
@@ -38,6 +42,17 @@ class Span(ctypes.Structure):
     _fields_ = [("begin", ctypes.c_int64), ("end", ctypes.c_int64)]
 
 
+class Grid(ctypes.Structure):
+    """AttnGrid."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("tile", "head", "batch", "rep")),
+        ("rep_factor", ctypes.c_int64),
+        ("rep_shift", ctypes.c_int32),
+        ("inverse_softcap", ctypes.c_float),
+    ]
+
+
 class Params(ctypes.Structure):
     """AttnParams."""
 
@@ -47,6 +62,16 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("H", "Hkv", "hd", "causal")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
+
+
+def grid_of(params: Params) -> Grid:
+    """Return what attn_grid says: how to divide by rep, and 1 / softcap."""
+    rep = params.H // params.Hkv
+    shift = 31 + (rep - 1).bit_length()
+    factor = -(-(1 << shift) // rep)
+    most = np.finfo(np.float32).max
+    inverse = min(1 / np.float32(params.softcap), most) if params.softcap > 0 else 0
+    return Grid(rep=rep, rep_factor=factor, rep_shift=shift, inverse_softcap=inverse)
 
 
 def reach(window: int) -> int:
@@ -96,25 +121,38 @@ class Gpu:
         self.check(self._lib.gpu_read(host, memory, size), "copying from the device")
 
     def launch(
-        self, kernel: str, span: tuple[int, int], per: int, threads: int, slots: dict[str, Any]
+        self, kernel: str, groups: tuple[int, int, int], threads: int, slots: dict[str, Any]
     ) -> None:
-        """Run `kernel` over the span, `per` of its units to a threadgroup, in two dispatches."""
-        begin, end = span
-        middle = begin + (end - begin) // 2 // per * per
-        for part in ((begin, middle), (middle, end)):
-            if part[0] == part[1]:
-                continue
-            given = Span(*part)
-            pointers = (ctypes.c_void_p * 32)()
-            for name, value in (slots | {"Span": given}).items():
-                address = ctypes.addressof(value) if hasattr(value, "_fields_") else value
-                pointers[SLOTS[name]] = address
-            groups = -(-(part[1] - part[0]) // per)
-            self.check(
-                self._lib.gpu_launch(kernel.encode(), groups, threads, pointers),
-                f"launching {kernel}",
-            )
-            self.check(self._lib.gpu_synchronize(), f"running {kernel}")
+        """Run `kernel` with threadgroups along three axes and wait for it."""
+        pointers = (ctypes.c_void_p * 32)()
+        for name, value in slots.items():
+            address = ctypes.addressof(value) if hasattr(value, "_fields_") else value
+            pointers[SLOTS[name]] = address
+        given = (ctypes.c_uint * 3)(*groups)
+        error = self._lib.gpu_launch(kernel.encode(), given, threads, pointers)
+        self.check(error, f"launching {kernel}")
+        self.check(self._lib.gpu_synchronize(), f"running {kernel}")
+
+    def launch_rows(self, kernel: str, rows: int, slots: dict[str, Any]) -> None:
+        """Run a kernel that has a thread a row, in two dispatches."""
+        middle = rows // 2 // ROW_THREADS * ROW_THREADS
+        for begin, end in ((0, middle), (middle, rows)):
+            if begin < end:
+                given = slots | {"Span": Span(begin, end)}
+                groups = (-(-(end - begin) // ROW_THREADS), 1, 1)
+                self.launch(kernel, groups, ROW_THREADS, given)
+
+    def launch_tiles(
+        self, kernel: str, tiles: tuple[int, int, int], threads: int, slots: dict[str, Any]
+    ) -> None:
+        """Run a kernel that has a threadgroup a tile, head and sequence, in two dispatches."""
+        whole: Grid = slots["Grid"]
+        middle = tiles[0] // 2
+        for begin, end in ((0, middle), (middle, tiles[0])):
+            if begin < end:
+                grid = Grid.from_buffer_copy(whole)
+                grid.tile = begin
+                self.launch(kernel, (end - begin, *tiles[1:]), threads, slots | {"Grid": grid})
 
     def set_constants(self, **constants: bool) -> None:
         """Set the function constants, by their names in shaders/constants.h."""
@@ -137,6 +175,13 @@ class Bound:
         """Element strides, and where the first element lies."""
         batch, row, head = (step // 4 for step in self.host.strides[:3])
         return Strides(batch, row, head, (self.host.ctypes.data - self.low) // 4)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether four channels of a row lie at a multiple of 16 bytes."""
+        strides = self.strides
+        numbers = (self.host.shape[3], strides.batch, strides.row, strides.head, strides.first)
+        return all(number % 4 == 0 for number in numbers)
 
 
 class Call:
@@ -165,6 +210,7 @@ class Call:
             has_softcap=softcap > 0,
             has_causal=bool(self.params.causal),
             has_window=max(self.params.window_left, self.params.window_right) >= 0,
+            is_whole=self.head_dim == hd,
         )
         columns = [
             np.broadcast_to(np.asarray(default if given is None else given, dtype=object), (B,))
@@ -175,7 +221,10 @@ class Call:
             )
         ]
         records = np.array([[int(x) for x in column] for column in columns], np.int64).T.copy()
-        self.slots: dict[str, Any] = {"Params": self.params, "Ranges": self.bind_raw(records)}
+        self.slots: dict[str, Any] = {
+            "Params": self.params, "Ranges": self.bind_raw(records), "Grid": grid_of(self.params),
+        }  # fmt: skip
+        self.bounds: list[Bound] = []
         for name, array in (("q", q), ("k", k), ("v", v)):
             self.bind(name, array)
 
@@ -204,6 +253,7 @@ class Call:
         self._gpu.write(memory, low, size)
         bound = Bound(host, memory, low, size)
         setattr(self.params, name, bound.strides)
+        self.bounds.append(bound)
         self.slots[name.capitalize()] = memory
         return bound
 
@@ -232,10 +282,19 @@ class Call:
         """The instantiation that serves this problem."""
         return next(dim for dim in HEAD_DIMS if dim >= self.params.hd)
 
-    def row_tiles(self) -> int:
-        """Tiles of query rows."""
+    @property
+    def group_rows(self) -> int:
+        """The query rows of the heads that share a key/value head."""
+        return int(self.params.H // self.params.Hkv * self.params.Tq)
+
+    def run_fused(
+        self, kernel: str, tiles: int, *, heads: int | None = None, threads: int = AS_DECLARED
+    ) -> None:
+        """Run a fused kernel over `tiles` of each head, of key and value unless told."""
         p = self.params
-        return int(p.B * p.Hkv * -(-(p.H // p.Hkv * p.Tq) // TILE_ROWS))
+        self._gpu.set_constants(is_aligned=all(bound.is_aligned for bound in self.bounds))
+        grid = (tiles, p.Hkv if heads is None else heads, p.B)
+        self._gpu.launch_tiles(kernel, grid, threads, self.slots)
 
     def fused_forward(self, out: np.ndarray, decode: bool = False) -> None:
         """Fill out, row_max and row_sum."""
@@ -244,15 +303,13 @@ class Call:
         self.new_rows("RowMax")
         self.new_rows("RowSum")
         if decode:
-            splits = max(1, min(64, -(-p.Tk // 256)))
-            self.new_rows("Partial", splits, p.hd + 2)
-            tiles = (0, self.row_tiles() * splits)
-            self._gpu.launch(f"attention_decode_hd{hd}", tiles, 1, AS_DECLARED, self.slots)
-            rows = (0, p.B * p.H * p.Tq)
-            self._gpu.launch("attention_decode_combine", rows, 1, 32, self.slots)
+            splits = -(-p.Tk // SPLIT_KEYS)
+            self.new_rows("Partial", splits, p.hd + 4)
+            units = -(-self.group_rows // BLOCK_ROWS) * splits
+            self.run_fused(f"attention_decode_hd{hd}", -(-units // DECODE_SIMDGROUPS))
+            self.run_fused("attention_decode_combine", p.Tq, heads=p.H, threads=32)
         else:
-            tiles = (0, self.row_tiles())
-            self._gpu.launch(f"attention_fused_fwd_hd{hd}", tiles, 1, AS_DECLARED, self.slots)
+            self.run_fused(f"attention_fused_fwd_hd{hd}", -(-self.group_rows // TILE_ROWS))
 
     def gradients(self, dout: np.ndarray, dlse: np.ndarray | None, **outputs: np.ndarray) -> None:
         """Bind what the backward reads and writes."""
@@ -267,12 +324,10 @@ class Call:
         """Fill dq, dk and dv."""
         p, hd = self.params, self.head_dim
         self._gpu.set_constants(accumulate=accumulate)
-        row_tiles = (0, -(-p.B * p.H * p.Tq // TILE_ROWS))
-        self._gpu.launch("attention_fused_bwd_d", row_tiles, 1, 128, self.slots)
-        tiles = (0, self.row_tiles())
-        self._gpu.launch(f"attention_fused_bwd_dq_hd{hd}", tiles, 1, AS_DECLARED, self.slots)
-        key_tiles = (0, p.B * p.Hkv * -(-p.Tk // TILE_ROWS))
-        self._gpu.launch(f"attention_fused_bwd_dkv_hd{hd}", key_tiles, 1, AS_DECLARED, self.slots)
+        self.run_fused("attention_fused_bwd_d", -(-p.Tq // TILE_ROWS), heads=p.H, threads=128)
+        self.run_fused(f"attention_fused_bwd_dq_hd{hd}", -(-self.group_rows // TILE_ROWS))
+        keys = 32 if hd <= 128 else 16  # fused_tiling.h
+        self.run_fused(f"attention_fused_bwd_dkv_hd{hd}", -(-p.Tk // keys))
 
     def materialized_forward(self, out: np.ndarray) -> None:
         """Fill out, p, row_max and row_sum."""
@@ -280,11 +335,11 @@ class Call:
         self.new_rows("RowMax")
         self.new_rows("RowSum")
         self.new_rows("P", self.params.Tk)
-        self._gpu.launch("attention_fwd_f32", (0, int(np.prod(self.rows))), 64, 64, self.slots)
+        self._gpu.launch_rows("attention_fwd_f32", int(np.prod(self.rows)), self.slots)
 
     def materialized_backward(self) -> None:
         """Add to dq, dk and dv."""
-        p, rows = self.params, (0, int(np.prod(self.rows)))
-        self._gpu.launch("attention_bwd_d_f32", rows, 64, 64, self.slots)
-        self._gpu.launch("attention_bwd_dq_f32", rows, 64, 64, self.slots)
-        self._gpu.launch("attention_bwd_dkv_f32", (0, p.B * p.Hkv * p.Tk), 64, 64, self.slots)
+        p, rows = self.params, int(np.prod(self.rows))
+        self._gpu.launch_rows("attention_bwd_d_f32", rows, self.slots)
+        self._gpu.launch_rows("attention_bwd_dq_f32", rows, self.slots)
+        self._gpu.launch_rows("attention_bwd_dkv_f32", p.B * p.Hkv * p.Tk, self.slots)

@@ -13,6 +13,7 @@ typedef unsigned short ushort;
 #define __METAL_VERSION__ 310
 #define METAL_FUNCTION static __host__ __device__ inline
 #define METAL_DEVICE_FUNCTION static __device__ inline
+#define METAL_FUNC static __device__ __forceinline__
 
 template <typename To, typename From>
 METAL_FUNCTION To as_type(From from) {
@@ -24,12 +25,26 @@ METAL_FUNCTION To as_type(From from) {
 
 namespace metal {
 
-struct float2 {
+struct alignas(8) float2 {
   float x;
   float y;
   float2() = default;
   __host__ __device__ float2(float first, float second) : x(first), y(second) {}
 };
+
+struct alignas(16) float4 {
+  float x;
+  float y;
+  float z;
+  float w;
+  float4() = default;
+  __host__ __device__ float4(float first, float second, float third, float fourth)
+      : x(first), y(second), z(third), w(fourth) {}
+};
+
+METAL_FUNCTION float4 operator+(float4 a, float4 b) {
+  return float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
 
 METAL_FUNCTION float2 operator+(float2 a, float2 b) { return float2(a.x + b.x, a.y + b.y); }
 METAL_FUNCTION float2 operator-(float2 a, float b) { return float2(a.x - b, a.y - b); }
@@ -44,7 +59,6 @@ METAL_FUNCTION float2 fma(float2 a, float2 b, float2 c) {
   return float2(::fmaf(a.x, b.x, c.x), ::fmaf(a.y, b.y, c.y));
 }
 METAL_FUNCTION float exp2(float x) { return ::exp2f(x); }
-METAL_FUNCTION bool isfinite(float x) { return ::fabsf(x) <= 3.40282347e38f; }
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -92,5 +106,6 @@ METAL_DEVICE_FUNCTION void simdgroup_multiply_accumulate(simdgroup_float8x8& d,
 
 }  // namespace metal
 
-// CUDA's own float2 has neither constructor nor arithmetic.
+// CUDA's own vectors have neither constructors nor arithmetic.
 #define float2 ::metal::float2
+#define float4 ::metal::float4

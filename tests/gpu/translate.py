@@ -19,12 +19,13 @@ import msl
 
 FROM_GRID = {
     "thread_position_in_grid": "blockIdx.x * blockDim.x + threadIdx.x",
-    "threadgroup_position_in_grid": "blockIdx.x",
+    "threadgroup_position_in_grid": "blockIdx",  # a uint3
     "simdgroup_index_in_threadgroup": "threadIdx.x / 32",
     "thread_index_in_simdgroup": "threadIdx.x % 32",
 }
 INCLUDE = re.compile(r"#include <metal_\w+>")
-INLINE = re.compile(r"static inline\b")
+UNROLL = {"full": "#pragma unroll", "disable": "#pragma unroll 1"}
+PRAGMA = re.compile(r"#pragma clang loop unroll\((full|disable)\)")
 
 
 def declared(declarator: msl.Declarator) -> str:
@@ -50,7 +51,7 @@ def device_code(program: msl.Program) -> str:
         out += [program.text[at:begin], text, "\n" * lines]
         at = end
     code = INCLUDE.sub("", "".join([*out, program.text[at:]]))
-    return INLINE.sub("static __device__ inline", code)
+    return PRAGMA.sub(lambda found: UNROLL[found[1]], code)
 
 
 def entry(kernel: msl.Kernel, host_name: str, function: str) -> tuple[str, str]:
