@@ -6,9 +6,10 @@
 
 set(FORGE_METAL_STD 3.1)
 set(FORGE_MACOS_VERSION 14.0)
-# Safe math: the materialized kernels promise the bits of the CPU's.
+# Safe math: the materialized kernels promise the bits of the CPU's. The text says so too, and that
+# nothing is contracted (attn_params.h): a flag that a compiler refuses would cost the metallib.
 set(FORGE_METAL_FLAGS -std=metal${FORGE_METAL_STD} -mmacosx-version-min=${FORGE_MACOS_VERSION}
-  -fno-fast-math -ffp-contract=off -Wall -Wextra)
+  -fno-fast-math -Wall -Wextra)
 
 set(FORGE_FLAT_SHADERS ${PROJECT_BINARY_DIR}/shaders/forge.metal)
 set(FORGE_SHADER_SOURCE ${PROJECT_BINARY_DIR}/shaders/shader_source.cpp)

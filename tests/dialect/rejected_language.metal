@@ -180,6 +180,23 @@ static int f(int (*g)(int)) { return g(1); }  // <-
 //// forge: MSL 5.1 Functions: variadic
 static int f(int n, ...) { return n; }  // <-
 
+//// an argument of more than 128 bytes
+//// forge: MSL 5.1 Functions: large (132 bytes)
+struct Params { float x[33]; };
+static float f(Params params) { return params.x[0]; }  // <-
+
+//// a template's result of more than 128 bytes
+//// forge: MSL 5.1 Functions: large (136 bytes)
+template <int N>
+struct Blocks { float2 at[N]; };
+template <int N>
+static Blocks<N> zeros(float x) {  // <-
+  Blocks<N> blocks;
+  for (int n = 0; n < N; ++n) blocks.at[n] = float2(x, x);
+  return blocks;
+}
+kernel void k(device float* x [[buffer(0)]]) { x[0] = zeros<17>(x[1]).at[0].x; }
+
 //// recursion
 //// forge: MSL 1.5.4 Restrictions: calls itself
 static int f(int x) { return x > 1 ? f(x / 2) : x; }  // <-

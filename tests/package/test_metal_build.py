@@ -106,7 +106,6 @@ def test_the_metallib_is_compiled_with_safe_math_and_installed_beside_the_module
         "-std=metal3.1",
         "-mmacosx-version-min=14.0",
         "-fno-fast-math",
-        "-ffp-contract=off",
         "-Wall",
         "-Wextra",
     }
@@ -115,6 +114,14 @@ def test_the_metallib_is_compiled_with_safe_math_and_installed_beside_the_module
     assert f"FORGE_METALLIB='{metallib}'" in output
     assert build.installed() == {"forge/forge.metallib"}
     assert (build.folder / "prefix/forge/forge.metallib").read_text() == f"made of {air}"
+
+
+def test_the_text_asks_for_its_own_math_mode_before_any_function(build):
+    build.configure()
+    text = (build.binary / "shaders/forge.metal").read_text()
+    code = min(text.index(f"\n{word} ") for word in ("FORGE_INLINE", "METAL_FUNC", "kernel"))
+    for pragma in ("#pragma METAL fp math_mode(safe)", "#pragma METAL fp contract(off)"):
+        assert 0 <= text.find(pragma) < code
 
 
 def test_the_metallib_and_the_embedded_text_are_of_one_language_version(build):
