@@ -133,7 +133,7 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*' 'tests/dialect/*.h' \
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*' 'tests/dialect/*.h' 'tests/gpu_backend/*.h' \
 	  'tests/softmetal/*.h' 'tests/softmetal/*.cpp' 'shaders/*' 'tests/gpu/*.h' \
 	  'benchmarks/probe/*.cpp' 'benchmarks/probe/*.h')
 
