@@ -154,15 +154,16 @@ void Buffer::remove_marks() {
   marks_.clear();
 }
 
-// Marks may overlap: arrays sliced from one array do. The one that starts at the offset is meant;
-// among equals the latest.
+// Marks may overlap: arrays sliced from one array do. The one that starts at the offset is meant,
+// the longest where several do: which one a binding is of, nobody says.
 Mark Buffer::mark_at(std::uint64_t offset) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const Mark* best = nullptr;
   for (const Mark& mark : marks_) {
     std::uint64_t into = offset - mark.range.location;
     if (offset < mark.range.location || (into != 0 && into >= mark.range.length)) continue;
-    if (best == nullptr || into == 0 || best->range.location != offset) best = &mark;
+    const bool is_longer = best != nullptr && mark.range.length >= best->range.length;
+    if (best == nullptr || best->range.location != offset || (into == 0 && is_longer)) best = &mark;
   }
   if (best != nullptr) return *best;
   return {label_ ? label_->text() : "the whole buffer", {0, length_}};

@@ -148,8 +148,13 @@ void test_ranges() {
   CHECK(has(run({17, 0}, 17, 64), {"index 16", "[0, 64)", "'dq'"}));
   CHECK(has(run({16, -1}, 16, 64), {"index -1", "'dq'"}));
   CHECK(run({17, 0}, 17, 0).empty());
-  out->removeAllDebugMarkers();
+  // Of two arrays that start at one place the longer one.
+  out->addDebugMarker(text_of("long"), NS::Range(64, 68));
+  out->addDebugMarker(text_of("short"), NS::Range(64, 32));
   CHECK(run({17, 0}, 17, 64).empty());
+  CHECK(has(run({18, 0}, 18, 64), {"index 17", "[0, 68)", "'long'"}));
+  out->removeAllDebugMarkers();
+  CHECK(run({18, 0}, 18, 64).empty());
   std::vector<float> found;
   CHECK(
       has(run_one_output(gpu, "outside_tile", 32, &found), {"'tile'", "index 32", "threadgroup"}));
