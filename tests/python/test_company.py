@@ -122,12 +122,6 @@ def test_a_short_sequence_and_the_same_padded_to_its_batch(causal, fused_backend
         assert not getattr(together, name)[0, 133:].any()
 
 
-def expect_failure_on_metal(backend, request):
-    """The shaders still cut keys where the queries of a call begin to see them."""
-    if backend == "metal":
-        request.applymarker(pytest.mark.xfail(strict=True))
-
-
 def forward_rows(q, k, v, rows, options, cache=False):
     """What the forward gives for some of the queries. cache: the keys end with the last one."""
     offset = k.shape[1] - q.shape[1] + rows.start
@@ -159,10 +153,8 @@ def assert_same_in_chunks(arrays, sizes, options):
 @pytest.mark.parametrize(
     "group", [(530, 530, 1, 64), (70, 600, 2, 136), (100, 100, 3, 20)], ids=str
 )
-def test_queries_whole_in_chunks_and_one_by_one(group, options, fused_backend, rng, request):
+def test_queries_whole_in_chunks_and_one_by_one(group, options, fused_backend, rng):
     Tq, Tk, rep, hd = group
-    if Tk > 256:
-        expect_failure_on_metal(fused_backend, request)
     q, k, v, _, _ = inputs(rng, 1, Tq, Tk, 2, rep, hd)
     assert_same_in_chunks((q, k, v), (1, 7, 33, 512), {**options, "backend": fused_backend})
 
@@ -235,7 +227,6 @@ def test_not_finite_values_of_a_sequence_alone_and_in_a_batch(planted, fused_bac
 
 
 @NOT_FINITE
-def test_not_finite_values_with_queries_in_chunks(planted, fused_backend, rng, request):
-    expect_failure_on_metal(fused_backend, request)
+def test_not_finite_values_with_queries_in_chunks(planted, fused_backend, rng):
     options = {"causal": True, "window": 100, "backend": fused_backend}
     assert_same_in_chunks(with_planted(planted, rng)[:3], (1, 33), options)
