@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge._arrays import Array, as_int
-from forge._check.plain import Inputs, visible
+from forge._check.plain import visible
 from forge._saved import Saved
 
 if TYPE_CHECKING:
@@ -129,24 +129,12 @@ def _labels_at(keys: list[str], offset: int, Tq: int) -> list[str]:
 
 def _seen(saved: Saved, b: int) -> Array:
     """Return which keys each query of a sequence sees, ``[Tq, Tk]``."""
-    call = saved._call
-    options, one = call.options, slice(b, b + 1)
-    ranges = options["ranges"]
-    offset, start, end = (None, None, None) if ranges is None else ranges[b].tolist()
-    return np.asarray(
-        visible(
-            Inputs(
-                *(call.q[one], call.k[one], call.v[one], call.q[one], None),
-                options={
-                    "causal": options["causal"],
-                    "window": options["window"],
-                    "query_offset": offset,
-                    "key_start": start,
-                    "key_end": end,
-                },
-            )
-        )[0]
-    )
+    sizes, options = saved._call.sizes, saved._call.options
+    asked = {"causal": options["causal"], "window": options["window"]}
+    if options["ranges"] is not None:
+        names = ("query_offset", "key_start", "key_end")
+        asked |= zip(names, options["ranges"][b].tolist(), strict=True)
+    return np.asarray(visible(1, sizes.Tq, sizes.Tk, asked)[0])
 
 
 class _Panels:

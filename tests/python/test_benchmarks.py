@@ -10,12 +10,13 @@ import forge
 import numpy as np
 import pytest
 from forge._bench import command
-from forge._bench.cases import CASES, Case, Inputs, parse_shape, variants
+from forge._bench.cases import CASES, Case, parse_shape, variants
 from forge._bench.measure import Measured
 from forge._bench.peers import PEERS
 from forge._bench.report import caveats
 from forge._bench.runs import fastest_other, lead, make_record
-from forge._bench.truth import WrongAnswerError, check_rows, check_whole, solve
+from forge._bench.truth import WrongAnswerError, check_rows, check_whole
+from forge._check.plain import evaluate
 from oracle import Problem
 
 ROOT = Path(__file__).parents[2]
@@ -155,8 +156,8 @@ def test_a_peer_that_is_not_installed_is_left_out(tmp_path):
 def test_the_truth_agrees_with_the_oracle(name):
     """Two float64 implementations that share nothing, on a small case with the same features."""
     case = CASES[name].miniature()
-    inputs = Inputs.random(case)
-    answers = solve(case, inputs)
+    inputs = case.inputs()
+    answers = evaluate(inputs)
     exact = Problem(
         inputs.q, inputs.k, inputs.v, inputs.dout,
         causal=case.causal, window=case.window, softcap=case.softcap,
@@ -169,7 +170,7 @@ def test_the_truth_agrees_with_the_oracle(name):
 @pytest.mark.parametrize("case", ["512g", "2kwin", "2kcap", "decg"])
 def test_the_peers_pass_the_checks(name, case):
     small = CASES[case].miniature()
-    inputs = Inputs.random(small)
+    inputs = small.inputs()
     runner = PEERS[name].load()(small, inputs, 1)
     assert check_whole(runner, small, inputs) < 1e-5
     assert check_rows(runner, small, inputs) < 1e-5
@@ -178,7 +179,7 @@ def test_the_peers_pass_the_checks(name, case):
 @pytest.mark.parametrize("wrong", ["out", "dq", "dk", "dv"])
 def test_a_wrong_answer_is_found(wrong):
     small = CASES["512g"].miniature()
-    inputs = Inputs.random(small)
+    inputs = small.inputs()
     runner = PEERS["numpy"].load()(small, inputs, 1)
     as_output, as_gradients = runner.as_output, runner.as_gradients
 

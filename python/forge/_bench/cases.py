@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-Array = np.ndarray
+from forge._arrays import Array
+from forge._check.plain import Inputs, visible
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # times head dim: 2 and 5 products, 2 flops a term
 FLOAT_BYTES = 4
@@ -33,6 +35,11 @@ class Case:
         return float(self.hd**-0.5)
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options as forge takes them."""
+        return {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+
+    @property
     def is_decode(self) -> bool:
         """Whether one query a head reads all keys: bound by memory, not by arithmetic."""
         return self.Tq == 1
@@ -51,16 +58,18 @@ class Case:
 
     def mask(self) -> Array | None:
         """Boolean [Tq, Tk], true where the query sees the key; None where it sees every key."""
-        if self.is_decode and not self.window:
-            return None
-        if not self.causal:
-            return None
-        position = np.arange(self.Tk - self.Tq, self.Tk)[:, None]
-        key = np.arange(self.Tk)[None, :]
-        seen = key <= position
-        if self.window:
-            seen &= key > position - self.window
-        return seen
+        seen = visible(1, self.Tq, self.Tk, self.options)[0]
+        return None if seen.all() else seen
+
+    def inputs(self, seed: int = 0) -> Inputs:
+        """Normal values: q, dout [B, Tq, H, hd] and k, v [B, Tk, Hkv, hd], C-contiguous."""
+        rng = np.random.default_rng(seed)
+        query = (self.B, self.Tq, self.H, self.hd)
+        key = (self.B, self.Tk, self.Hkv, self.hd)
+        q, k, v, dout = (
+            rng.standard_normal(shape, dtype=np.float32) for shape in (query, key, key, query)
+        )
+        return Inputs(q, k, v, dout, options=self.options)
 
     def visible_pairs(self) -> int:
         """How many (query, key) pairs a head has to look at."""
@@ -137,22 +146,3 @@ def variants(case: Case, causal: str) -> list[Case]:
         return [case] if causal != "off" else []
     wanted = {"both": (True, False), "on": (True,), "off": (False,)}[causal]
     return [replace(case, causal=value) for value in wanted]
-
-
-@dataclass
-class Inputs:
-    """q, dout [B, Tq, H, hd] and k, v [B, Tk, Hkv, hd], float32, C-contiguous."""
-
-    q: Array
-    k: Array
-    v: Array
-    dout: Array
-
-    @staticmethod
-    def random(case: Case, seed: int = 0) -> Inputs:
-        """Normal values."""
-        rng = np.random.default_rng(seed)
-        query = (case.B, case.Tq, case.H, case.hd)
-        key = (case.B, case.Tk, case.Hkv, case.hd)
-        shapes = (query, key, key, query)
-        return Inputs(*(rng.standard_normal(shape, dtype=np.float32) for shape in shapes))

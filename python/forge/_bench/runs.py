@@ -7,13 +7,14 @@ import importlib.metadata
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from forge._bench.cases import Case, Inputs
+from forge._bench.cases import Case
 from forge._bench.limits import Limits
 from forge._bench.machine import Threads
 from forge._bench.measure import Call, Measured, Method, Stopwatch
 from forge._bench.peers import PEERS, Runner, Unsupported
 from forge._bench.progress import Progress
 from forge._bench.truth import WrongAnswerError, check_rows, check_whole
+from forge._check.plain import Inputs
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Benchmark:
         describe, progress = self.progress.describe, self.progress.round_done
         for case in self.plan.cases:
             describe(f"{case.name} check")
-            inputs = Inputs.random(case)
+            inputs = case.inputs()
             runners, errors = self._runners(case, inputs)
             for mode in case.modes(self.plan.modes):
                 calls = self._calls(runners, mode)
@@ -104,7 +105,7 @@ class Benchmark:
     def _runners(self, case: Case, inputs: Inputs) -> tuple[dict[str, Runner], dict[str, float]]:
         """Peers that can do the case and do it right."""
         small = case.miniature()
-        small_inputs = Inputs.random(small, seed=1)
+        small_inputs = small.inputs(seed=1)
         runners, errors = {}, {}
         for name, prepare in self.prepare.items():
             try:

@@ -1,13 +1,13 @@
 """Attention in plain NumPy, a head at a time, and the error that each kernel family may have.
 
-What ``python -m forge check`` holds the kernels against. Written from the formulas; it shares no
-code with the compiled module.
+What ``python -m forge check`` holds the kernels against, and ``bench`` every implementation before
+it is timed. Written from the formulas; it shares no code with the compiled module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,15 +27,18 @@ class Inputs:
     k: Array
     v: Array
     dout: Array
-    dlse: Array | None
-    options: Mapping[str, Any]
+    dlse: Array | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seen(self) -> Array:
+        """Return which keys each query sees: bool ``[B, Tq, Tk]``."""
+        B, Tq = self.q.shape[:2]
+        return visible(B, Tq, self.k.shape[1], self.options)
 
 
-def visible(inputs: Inputs) -> Array:
-    """Return which keys each query sees: bool ``[B, Tq, Tk]``."""
-    B, Tq = inputs.q.shape[:2]
-    Tk = inputs.k.shape[1]
-    options = inputs.options
+def visible(B: int, Tq: int, Tk: int, options: Mapping[str, Any]) -> Array:
+    """Return which keys each query sees under the options: bool ``[B, Tq, Tk]``."""
     window = options.get("window")
     left, right = window if isinstance(window, tuple) else ((window or 0) - 1, -1)
 
@@ -126,23 +129,66 @@ class _Head:
         }
 
 
+def _heads(given: Inputs, dtype: type[np.floating[Any]]) -> list[list[_Head]]:
+    """Cut a problem into ``[B][H]`` heads.
+
+    What nobody sees is zeroed, so that a NaN there does not come in as 0 * NaN.
+    """
+    B, Tq, H, hd = given.q.shape
+    rep = H // given.k.shape[2]
+    dlse = np.zeros((B, H, Tq)) if given.dlse is None else given.dlse
+    scale = given.options.get("scale")
+    rows: list[list[_Head]] = []
+    for b, seen in enumerate(given.seen):
+        key, live = seen.any(0)[:, None], seen.any(1)
+        rows.append(
+            [
+                _Head(
+                    q=np.where(live[:, None], given.q[b, :, h], 0).astype(dtype),
+                    k=np.where(key, given.k[b, :, h // rep], 0).astype(dtype),
+                    v=np.where(key, given.v[b, :, h // rep], 0).astype(dtype),
+                    dout=np.where(live[:, None], given.dout[b, :, h], 0).astype(dtype),
+                    dlse=np.where(live, dlse[b, h], 0).astype(dtype),
+                    seen=seen,
+                    scale=dtype(hd**-0.5 if scale is None else scale),
+                    softcap=dtype(given.options.get("softcap") or 0),
+                )
+                for h in range(H)
+            ]
+        )
+    return rows
+
+
+def _gather(inputs: Inputs, solved: list[list[dict[str, Array]]]) -> dict[str, Array]:
+    """Put the heads together again; dk and dv are summed over each group of query heads."""
+    H, Hkv = inputs.q.shape[2], inputs.k.shape[2]
+    together: dict[str, Array] = {}
+    for name in solved[0][0]:
+        x = np.array([[head[name] for head in row] for row in solved])
+        if name in ("dk", "dv"):
+            x = x.reshape(x.shape[0], Hkv, H // Hkv, *x.shape[2:]).sum(2)
+        together[name] = x.swapaxes(1, 2) if name in ("out", *GRADIENTS) else x
+    return together
+
+
+def evaluate(inputs: Inputs, dtype: type[np.floating[Any]] = np.float64) -> dict[str, Array]:
+    """Return out, p, lse, d_row and the gradients, all computed in ``dtype``."""
+    return _gather(inputs, [[head.solve() for head in row] for row in _heads(inputs, dtype)])
+
+
 class Answer:
     """The float64 answer to a problem, and how far from it each family may end."""
 
     def __init__(self, inputs: Inputs):
-        self.inputs = inputs
-        self.seen = visible(inputs)
-        exact = self._heads(np.float64)
-        solved = [[head.solve() for head in row] for row in exact]
-        self.results = self._gather(solved)
-        plain = self._gather([[head.solve() for head in row] for row in self._heads(np.float32)])
+        self.seen = inputs.seen
+        self.results = evaluate(inputs)
+        plain = evaluate(inputs, np.float32)
         self._plain_errors = {name: self.error(name, plain[name]) for name in plain}
-        self._sums = self._gather(
-            [
-                [head.term_sums(result["p"]) for head, result in zip(*rows, strict=True)]
-                for rows in zip(exact, solved, strict=True)
-            ]
-        )
+        sums = [
+            [head.term_sums(p) for head, p in zip(*row, strict=True)]
+            for row in zip(_heads(inputs, np.float64), self.results["p"], strict=True)
+        ]
+        self._sums = _gather(inputs, sums)
 
     def error(self, name: str, got: Array) -> float:
         """Return the largest ``|got - want|``; NaN or infinity in a wrong place is infinite."""
@@ -163,45 +209,3 @@ class Answer:
         sums = float(self._sums[name].max(initial=0))
         bound = factor * self._plain_errors[name] + 4 * UNIT * sums
         return 2 * bound if kernel == "materialized" else bound
-
-    def _heads(self, dtype: type[np.floating[Any]]) -> list[list[_Head]]:
-        """Cut the problem into ``[B][H]`` heads.
-
-        What nobody sees is zeroed, so that a NaN there does not come in as 0 * NaN.
-        """
-        given, options = self.inputs, self.inputs.options
-        B, Tq, H, hd = given.q.shape
-        rep = H // given.k.shape[2]
-        dlse = np.zeros((B, H, Tq)) if given.dlse is None else given.dlse
-        scale = options.get("scale")
-        rows: list[list[_Head]] = []
-        for b in range(B):
-            seen = self.seen[b]
-            key, live = seen.any(0)[:, None], seen.any(1)
-            rows.append(
-                [
-                    _Head(
-                        q=np.where(live[:, None], given.q[b, :, h], 0).astype(dtype),
-                        k=np.where(key, given.k[b, :, h // rep], 0).astype(dtype),
-                        v=np.where(key, given.v[b, :, h // rep], 0).astype(dtype),
-                        dout=np.where(live[:, None], given.dout[b, :, h], 0).astype(dtype),
-                        dlse=np.where(live, dlse[b, h], 0).astype(dtype),
-                        seen=seen,
-                        scale=dtype(hd**-0.5 if scale is None else scale),
-                        softcap=dtype(options.get("softcap") or 0),
-                    )
-                    for h in range(H)
-                ]
-            )
-        return rows
-
-    def _gather(self, solved: list[list[dict[str, Array]]]) -> dict[str, Array]:
-        """Put the heads together again; dk and dv are summed over each group of query heads."""
-        H, Hkv = self.inputs.q.shape[2], self.inputs.k.shape[2]
-        together: dict[str, Array] = {}
-        for name in solved[0][0]:
-            x = np.array([[head[name] for head in row] for row in solved])
-            if name in ("dk", "dv"):
-                x = x.reshape(x.shape[0], Hkv, H // Hkv, *x.shape[2:]).sum(2)
-            together[name] = x.swapaxes(1, 2) if name in ("out", *GRADIENTS) else x
-        return together

@@ -51,7 +51,7 @@ class Problem:
         q *= np.float32(self.spread)
         dlse = normal(self.B, self.H, self.Tq) if self.dlse else None
         if self.hidden_nan:
-            seen = visible(Inputs(q, k, v, dout, dlse, self.options))
+            seen = visible(self.B, self.Tq, self.Tk, self.options)
             q[~seen.any(2)] = dout[~seen.any(2)] = np.nan
             k[~seen.any(1)] = v[~seen.any(1)] = np.nan
         q, k, v = self._laid_out(q, k, v)

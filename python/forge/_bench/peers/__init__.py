@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from forge._bench.cases import Array, Case, Inputs
+from forge._arrays import Array
+from forge._bench.cases import Case
+from forge._check.plain import Inputs
 
 
 class Unsupported(Exception):  # noqa: N818, an answer, not an error

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import forge
-from forge._bench.cases import Case, Inputs
+from forge._bench.cases import Case
 from forge._bench.peers import Runner
+from forge._check.plain import Inputs
 
 
 def prepare(case: Case, inputs: Inputs, threads: int) -> Runner:
     forge.set_num_threads(threads)
-    options: dict[str, Any] = {
-        "causal": case.causal,
-        "window": case.window,
-        "softcap": case.softcap,
-        "backend": "cpu",
-        "kernel": "fused",
-    }
+    options = {**case.options, "backend": "cpu", "kernel": "fused"}
     _, saved = forge.attention_forward(inputs.q, inputs.k, inputs.v, **options)
     ran = forge.last_run() or {}
     return Runner(

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge._bench.cases import Array, Case, Inputs
+from forge._arrays import Array
+from forge._bench.cases import Case
 from forge._bench.peers import Runner
+from forge._check.plain import Inputs
 
 
 def _with_softcap(case: Case) -> Callable[..., jax.Array]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from forge._bench.cases import Array, Case, Inputs
+from forge._arrays import Array
+from forge._bench.cases import Case
 from forge._bench.peers import Runner
+from forge._check.plain import Inputs
 
 
 class _Attention:

@@ -8,8 +8,10 @@ import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper
 
-from forge._bench.cases import Array, Case, Inputs
+from forge._arrays import Array
+from forge._bench.cases import Case
 from forge._bench.peers import Runner, Unsupported
+from forge._check.plain import Inputs
 
 DOMAIN = "com.microsoft"
 

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from forge._bench.cases import Array, Case, Inputs
+from forge._arrays import Array
+from forge._bench.cases import Case
 from forge._bench.peers import Runner
+from forge._check.plain import Inputs
 
 
 def _bias(case: Case) -> torch.Tensor | None:
