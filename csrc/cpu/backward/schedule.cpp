@@ -15,6 +15,7 @@
 #include "core/stop.h"
 #include "core/thread_pool.h"
 #include "core/zero_fill.h"
+#include "cpu/arena.h"
 #include "cpu/attention.h"
 #include "cpu/backward/block_queue.h"
 #include "cpu/scratch.h"
@@ -101,41 +102,26 @@ Plan make_plan(const BackwardProblem& problem, const BackwardKernels& kernels, i
   return plan;
 }
 
-// Memory handed out front to back, each piece on a cache line.
-class Arena {
- public:
-  template <typename T>
-  void take(T*& piece, Int64 count) {
-    piece = reinterpret_cast<T*>(base_ + used_);
-    used_ += round_up(count * static_cast<Int64>(sizeof(T)), 64);
-  }
-  explicit Arena(char* base) : base_(base) {}
-  Int64 used() const { return used_; }
-
- private:
-  char* base_;
-  Int64 used_ = 0;
-};
-
 // Lays a block out from base on; returns the bytes it takes.
 Int64 lay_out(const Plan& plan, char* base, BackwardBlock& block) {
   const BackwardTiling& tiling = plan.tiling;
   block.tiling = tiling;
   Arena arena(base);
-  for (float** piece : {&block.q_lanes, &block.dout_lanes})
-    arena.take(*piece, tiling.rows * tiling.hd);
+  for (float** piece : {&block.q_lanes, &block.dout_lanes}) {
+    *piece = arena.take<float>(tiling.rows * tiling.hd);
+  }
   for (float** piece : {&block.q_rows, &block.dout_rows, &block.dq}) {
-    arena.take(*piece, tiling.rows * tiling.channels);
+    *piece = arena.take<float>(tiling.rows * tiling.channels);
   }
   for (float** piece : {&block.row_max, &block.inverse_sum, &block.d_row}) {
-    arena.take(*piece, tiling.rows);
+    *piece = arena.take<float>(tiling.rows);
   }
-  arena.take(block.seen, tiling.rows);
-  for (Int32** piece : {&block.seen_from, &block.seen_to}) arena.take(*piece, tiling.rows);
+  block.seen = arena.take<IndexRange>(tiling.rows);
+  for (Int32** piece : {&block.seen_from, &block.seen_to}) *piece = arena.take<Int32>(tiling.rows);
   const Int64 keys = tiling.keys + plan.tile_rows;
-  for (float** piece : {&block.k, &block.v}) arena.take(*piece, keys * tiling.key_stride);
+  for (float** piece : {&block.k, &block.v}) *piece = arena.take<float>(keys * tiling.key_stride);
   for (float** piece : {&block.p, &block.ds, &block.slope}) {
-    arena.take(*piece, keys * tiling.pair_stride);
+    *piece = arena.take<float>(keys * tiling.pair_stride);
   }
   return arena.used();
 }

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/stop.h"
+#include "cpu/arena.h"
 #include "cpu/forward/tile.h"
 #include "cpu/pack.h"
 
@@ -26,29 +27,22 @@ struct Workspace {
   std::size_t bytes;
 };
 
-template <typename T>
-FORGE_INLINE T* carve(char* base, std::size_t& at, Int64 count) {
-  T* place = reinterpret_cast<T*>(base + at);
-  at += (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
-  return place;
-}
-
 FORGE_INLINE Workspace workspace(char* base, Int64 hd, Int64 rows) {
   Workspace w;
-  std::size_t at = 0;
+  Arena arena(base);
   const Int64 keys = tile_keys(hd), padded_rows = round_up(rows, kRowBlock);
   w.hd_pad = round_up(hd, kLanes);
   w.k_stride = round_up(hd, kLanes);
   w.v_panel = round_up(keys * kStep + kLanes, 16);
-  w.q = carve<Real>(base, at, padded_rows * w.hd_pad + kLanes * kRowBlock);
-  w.o = carve<Real>(base, at, padded_rows * w.hd_pad);
-  w.m = carve<Real>(base, at, padded_rows);
-  w.l = carve<Real>(base, at, padded_rows);
-  w.seen = carve<IndexRange>(base, at, padded_rows);
-  w.k = carve<Real>(base, at, (keys + kStep) * w.k_stride);
-  w.v = carve<Real>(base, at, round_up(hd, kStep) / kStep * w.v_panel);
-  w.scores = carve<Real>(base, at, (keys + kStep) * kRowBlock);
-  w.bytes = at;
+  w.q = arena.take<Real>(padded_rows * w.hd_pad + kLanes * kRowBlock);
+  w.o = arena.take<Real>(padded_rows * w.hd_pad);
+  w.m = arena.take<Real>(padded_rows);
+  w.l = arena.take<Real>(padded_rows);
+  w.seen = arena.take<IndexRange>(padded_rows);
+  w.k = arena.take<Real>((keys + kStep) * w.k_stride);
+  w.v = arena.take<Real>(round_up(hd, kStep) / kStep * w.v_panel);
+  w.scores = arena.take<Real>((keys + kStep) * kRowBlock);
+  w.bytes = static_cast<std::size_t>(arena.used());
   return w;
 }
 
