@@ -25,7 +25,7 @@ KERNELS = ("fused", "materialized")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a problem, in SPEC's symbols."""
+    """Sizes of a problem, by the symbols of the field."""
 
     B: int
     Tq: int

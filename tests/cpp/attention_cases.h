@@ -27,7 +27,7 @@ inline bool takes_next_case() {
   return number++ % stride == 0;
 }
 
-// As SPEC.md names them. A window of -1 is unlimited; offsets, starts and ends empty: the defaults.
+// A window of -1 is unlimited; offsets, starts and ends empty: the defaults.
 struct Case {
   std::string name;
   std::int64_t B = 1, Tq = 1, Tk = 1, H = 1, Hkv = 1, hd = 1;

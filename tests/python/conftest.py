@@ -15,7 +15,14 @@ KERNELS = ("materialized", "fused")
 # What CTest runs beside the whole suite, which it runs once with nothing forced (CONTRIBUTING.md).
 # Modules in ONCE learn nothing from another CPU target or from a device.
 SCOPE = os.environ.get("FORGE_TEST_SCOPE", "all")
-ONCE = ["test_benchmark_models", "test_benchmarks", "test_plot", "test_tree", "test_workflows"]
+ONCE = [
+    "test_architecture",
+    "test_benchmark_models",
+    "test_benchmarks",
+    "test_plot",
+    "test_tree",
+    "test_workflows",
+]
 # On a device the demo and the pages still say something, on another CPU target no more.
 PROGRAMS = ["test_cli", "test_demo", "test_docs"]
 PEERS = ["test_jax", "test_jax_programs", "test_mlx", "test_recommendations", "test_torch"]
