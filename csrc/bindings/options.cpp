@@ -32,6 +32,12 @@ std::int64_t int_of(const py::object& value, const char* name) {
   return number;
 }
 
+bool bool_field(const py::dict& given, const char* name) {
+  const py::object value = field(given, name);
+  if (!PyBool_Check(value.ptr())) wrong_type(name, "a bool", value);
+  return value.ptr() == Py_True;
+}
+
 void window_field(const py::dict& given, Options& options) {
   const py::object value = field(given, "window");
   if (!PyTuple_Check(value.ptr())) wrong_type("window", "a tuple", value);
@@ -62,10 +68,8 @@ std::string text_field(const py::dict& given, const char* name) {
 }  // namespace
 
 Options options_of(const py::dict& given) {
-  const py::object causal = field(given, "causal");
-  if (!PyBool_Check(causal.ptr())) wrong_type("causal", "a bool", causal);
   Options options;
-  options.causal = causal.ptr() == Py_True;
+  options.causal = bool_field(given, "causal");
   window_field(given, options);
   options.scale = real_field(given, "scale");
   options.softcap = real_field(given, "softcap");
@@ -84,11 +88,7 @@ Family family_of(const Options& options) {
 }
 
 void set_options(const Options& options, Problem& problem) {
-  problem.causal = options.causal;
-  problem.window_left = options.window_left;
-  problem.window_right = options.window_right;
-  problem.scale = options.scale;
-  problem.softcap = options.softcap;
+  static_cast<MaskAndScale&>(problem) = options;
   if (options.ranges.is_none()) {
     problem.ranges.assign(static_cast<std::size_t>(problem.B),
                           {problem.Tk - problem.Tq, 0, problem.Tk});

@@ -3,7 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <cstdint>
 #include <string>
 
 #include "core/problem.h"
@@ -11,12 +10,7 @@
 namespace forge::bindings {
 
 // Everything about a call but its arrays.
-struct Options {
-  bool causal = false;
-  std::int64_t window_left = -1;  // -1: all; the options' window is the pair
-  std::int64_t window_right = -1;
-  double scale = 1;
-  double softcap = 0;
+struct Options : MaskAndScale {
   pybind11::object ranges =
       pybind11::none();  // int64 [B, 3]; None: all keys, the last query at the last key
   std::string kernel = "fused";

@@ -19,16 +19,20 @@ inline const char* family_name(Family family) {
   return family == Family::kFused ? "fused" : "materialized";
 }
 
-struct Problem {
+// The options that shape the scores, key ranges apart: these come one a sequence.
+struct MaskAndScale {
+  bool causal = false;
+  Int64 window_left = -1, window_right = -1;  // -1: all
+  double scale = 1, softcap = 0;  // as given; kernels take them in the type they compute in
+};
+
+struct Problem : MaskAndScale {
   Pass pass = Pass::kForward;
   Family family = Family::kFused;
   DType dtype = DType::kFloat32;
   bool accumulate = false;  // gradients are added to what dq, dk and dv hold
   Int64 B = 0, Tq = 0, Tk = 0;
   Int32 H = 0, Hkv = 0, hd = 0;
-  bool causal = false;
-  Int64 window_left = -1, window_right = -1;  // -1: all
-  double scale = 1, softcap = 0;  // as given; kernels take them in the type they compute in
   std::vector<AttnRange> ranges;  // B of them
   Operands operands;
 };
