@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from char_lm.numpy_attention import LayerTimes
+from char_lm.comparison import LayerTimes
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#999999"

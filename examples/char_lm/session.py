@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from char_lm import data
 from char_lm.checks import check_gradients
+from char_lm.comparison import LayerTimes, compare
 from char_lm.model import Adam, CharLM, Config, initial_weights
-from char_lm.numpy_attention import LayerTimes, compare
 from char_lm.report import AttentionMap, Results, pick_head, save_picture, speed_in_words
 
 B = 8  # sequences a step

@@ -77,7 +77,7 @@ class _Attention:
         return np.asarray(rows.reshape(case.B, case.Tq, case.H, case.hd))
 
 
-def prepare(case: Case, inputs: Inputs, threads: int) -> Runner:
+def prepare(case: Case, inputs: Inputs, threads: int = 0) -> Runner:
     del threads  # BLAS takes them from the environment
     attention = _Attention(case, inputs)
     attention.forward()
