@@ -78,7 +78,7 @@ constexpr Use none = Use::kNone, read = Use::kRead, by_fused = Use::kReadByFused
               if_given = Use::kReadIfGiven, write = Use::kWrite, add_to = Use::kAddTo;
 }  // namespace operand_uses
 
-constexpr std::size_t kOperands = 13;
+constexpr std::size_t kOperands = kBufferRanges;  // their slots come first
 
 inline const std::array<OperandInfo, kOperands>& operand_table() {
   using namespace operand_uses;

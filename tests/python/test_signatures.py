@@ -53,6 +53,19 @@ def test_adapters_take_all_but_out(module, more):
     assert all(defaults[name] == default for name, default in WANTED if name != "out")
 
 
+def test_the_operators_of_torch_take_all_but_out():
+    need("torch")
+    import torch
+    from forge import _torch_ops
+
+    wanted = {name for name, _ in WANTED} - {"out"}
+    assert set(_torch_ops.Options._fields) == wanted
+    for name in ("attention", "attention_backward"):
+        schema = getattr(torch.ops.forge, name).default._schema
+        options = [argument.name for argument in schema.arguments][-len(wanted) :]
+        assert options == list(_torch_ops.Options._fields)
+
+
 def test_every_option_is_documented_where_it_is_taken():
     for name, _ in WANTED:
         assert re.search(rf"^        {name}: ", forge.attention.__doc__, re.MULTILINE), name

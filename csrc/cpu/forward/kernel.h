@@ -25,7 +25,7 @@ struct Parts {
   Int64 stride;
 };
 constexpr Int64 kPartHead = 16;
-FORGE_INLINE Int64 part_floats(Int64 hd) { return kPartHead + (hd + 15) / 16 * 16; }
+FORGE_INLINE Int64 part_floats(Int64 hd) { return kPartHead + round_up(hd, 16); }
 
 // Some rows of one kv head (rows.h). Without parts: against all keys that they see; the rows are
 // finished and stored. Else against some tiles of keys, for whose parts there is room.
