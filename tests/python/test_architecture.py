@@ -82,3 +82,15 @@ def test_architecture_has_a_line_for_every_module_and_folder():
     for path in (*CSRC.iterdir(), *(ROOT / "tests").iterdir()):
         if path.is_dir() and path.name != "__pycache__":
             assert f"{path.relative_to(ROOT)}/" in quoted, path.name
+
+
+def test_the_head_dims_that_pages_promise_are_those_of_the_code():
+    def limit(path, name):
+        [value] = re.findall(rf"{name} = (\d+)", (CSRC / path).read_text())
+        return value
+
+    cpu = limit("cpu/attention.h", "kMaxHeadDim")
+    metal = limit("shared/fused_tiling.h", "kMaxFusedHeadDim")
+    row = f"| head dims | 1 to {cpu} | any | 1 to {metal} | any |"
+    assert row in (ROOT / "README.md").read_text()
+    assert f"(head dims to {metal})" in (ROOT / "docs" / "metal-backend.md").read_text()
