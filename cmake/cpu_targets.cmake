@@ -18,8 +18,8 @@ endif()
 
 set(FORGE_CPU_FLAGS_baseline)
 set(FORGE_CPU_FLAGS_neon)
-set(FORGE_CPU_FLAGS_avx2 -mavx2 -mfma)
-set(FORGE_CPU_FLAGS_avx512 -mavx512f -mavx512vl -mavx512bw -mavx512dq -mavx2 -mfma)
+set(FORGE_CPU_FLAGS_avx2 -mavx2 -mfma -mf16c)
+set(FORGE_CPU_FLAGS_avx512 -mavx512f -mavx512vl -mavx512bw -mavx512dq -mavx2 -mfma -mf16c)
 
 # An object library `library` of the sources, compiled for the target `name`.
 function(forge_compile_for_target library name)

@@ -43,8 +43,14 @@ Operand operand_of(const py::handle& object, const std::string& name) {
     operand.dtype = DType::kFloat32;
   } else if (dtype.kind() == 'f' && dtype.itemsize() == 8) {
     operand.dtype = DType::kFloat64;
+  } else if (dtype.kind() == 'f' && dtype.itemsize() == 2) {
+    operand.dtype = DType::kFloat16;
+  } else if (dtype.kind() == 'u' && dtype.itemsize() == 2) {
+    operand.dtype = DType::kBFloat16;
   } else {
-    throw TypeError(name + " must be float32 or float64, got " + std::string(py::str(dtype)));
+    throw TypeError(name +
+                    " must be float32, float64, float16 or uint16 (the bits of bfloat16), got " +
+                    std::string(py::str(dtype)));
   }
   const bool native = dtype.attr("isnative").cast<bool>();  // '<' where that is the machine's own
   const bool aligned = (array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) != 0;

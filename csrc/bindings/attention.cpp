@@ -37,7 +37,7 @@ void take_arrays(const py::dict& given, Problem& problem) {
     if (use == Use::kNone) continue;
     if (given.contains(info.name)) {
       problem.operands[info.slot] = operand_of(given[info.name], info.name);
-    } else if (use != Use::kReadIfGiven) {
+    } else if (!is_optional(use)) {
       throw std::invalid_argument(std::string(info.name) + " must be given for kernel='" +
                                   family_name(problem.family) + "'");
     }
@@ -81,6 +81,7 @@ void set_sizes(Problem& problem) {
   const Operand* keys = first_of(Axes::kKeyHeads, problem, name);
   if (keys == nullptr) keys = &queries;  // they play no part
   require_rank4(*keys, name);
+  problem.kv_dtype = keys->dtype;
   problem.Tk = keys->shape[1];
   problem.Hkv = head_count(keys->shape[2], "num_kv_heads");
 }
@@ -92,10 +93,9 @@ void check(const Options& options, Problem& problem) {
   for (const OperandInfo& info : operand_table()) {
     const Use use = use_of(info, problem);
     const Operand& operand = problem.operands[info.slot];
-    if (use == Use::kNone || (use == Use::kReadIfGiven && operand.data == nullptr)) continue;
+    if (use == Use::kNone || (is_optional(use) && operand.data == nullptr)) continue;
     check_operand(info, problem);
-    const bool written = use == Use::kWrite || use == Use::kAddTo;
-    nothing_to_write = nothing_to_write && (!written || is_empty(operand));
+    nothing_to_write = nothing_to_write && (!is_written(use) || is_empty(operand));
   }
   if (options.ranges.is_none() && nothing_to_write) problem.B = 0;
   set_options(options, problem);

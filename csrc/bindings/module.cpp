@@ -6,6 +6,7 @@
 #include <string>
 
 #include "bindings/attention.h"
+#include "bindings/dlpack.h"
 #include "bindings/plain_calls.h"
 #include "core/cpu_target.h"
 #include "core/errors.h"
@@ -71,6 +72,7 @@ PYBIND11_MODULE(_forge, module) {
   py::register_exception<forge::NotServed>(module, "NotServedError", PyExc_ValueError);
   forge::bindings::register_attention(module);
   forge::bindings::register_plain_calls(module);
+  forge::bindings::register_dlpack(module);
   module.def("backends", &backends);
   module.def("build_config", &build_config);
   module.def("num_threads", &forge::num_threads);

@@ -31,8 +31,8 @@ CpuFeatures cpu_features() {
   CpuFeatures features;
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return features;
-  const bool fma = bit(ecx, 12), osxsave = bit(ecx, 27), avx = bit(ecx, 28);
-  if (!osxsave || !avx || !fma) return features;
+  const bool fma = bit(ecx, 12), osxsave = bit(ecx, 27), avx = bit(ecx, 28), f16c = bit(ecx, 29);
+  if (!osxsave || !avx || !fma || !f16c) return features;
   constexpr unsigned kYmmStates = 0x06;  // SSE, AVX
   constexpr unsigned kZmmStates = 0xe6;  // and opmask, ZMM low and high halves
   const unsigned states = saved_states();

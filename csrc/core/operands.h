@@ -10,12 +10,22 @@
 
 namespace forge {
 
-enum class DType { kFloat32, kFloat64 };
+enum class DType { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
 inline const char* dtype_name(DType dtype) {
-  return dtype == DType::kFloat32 ? "float32" : "float64";
+  constexpr const char* kNames[] = {"float32", "float64", "float16", "bfloat16"};
+  return kNames[static_cast<int>(dtype)];
 }
-inline Int64 dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 8; }
+inline Int64 dtype_bytes(DType dtype) {
+  constexpr Int64 kBytes[] = {4, 8, 2, 2};
+  return kBytes[static_cast<int>(dtype)];
+}
+inline bool is_half(DType dtype) { return dtype_bytes(dtype) == 2; }
+
+// What sums and row statistics are kept in where arrays are of `dtype`.
+inline DType sum_dtype(DType dtype) {
+  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
 
 // What a call computes: a whole forward or backward, or one of the backward's materialized kernels.
 enum class Pass { kForward, kBackward, kBwdD, kBwdDq, kBwdDkv };
@@ -62,42 +72,66 @@ enum class Use {
   kReadByFused,
   kReadIfGiven,
   kWrite,
+  kWriteIfGiven,
   kAddTo,  // overwritten instead where the call does not accumulate
+};
+
+// Element types follow those of q and k. What is written may have the sums' type instead.
+enum class Stored {
+  kAsQ,
+  kAsK,
+  kOutput,  // as q where it is written; the sums' where it is read
+  kSums,
 };
 
 struct OperandInfo {
   BufferIndex slot;
   const char* name;
   Axes axes;
+  Stored stored;
   bool materialized_only;
   std::array<Use, kPasses> uses;  // by Pass
 };
 
-namespace operand_uses {
+namespace operand_table_words {
 constexpr Use none = Use::kNone, read = Use::kRead, by_fused = Use::kReadByFused,
-              if_given = Use::kReadIfGiven, write = Use::kWrite, add_to = Use::kAddTo;
-}  // namespace operand_uses
+              if_given = Use::kReadIfGiven, write = Use::kWrite,
+              write_if_given = Use::kWriteIfGiven, add_to = Use::kAddTo;
+constexpr Stored as_q = Stored::kAsQ, as_k = Stored::kAsK, output = Stored::kOutput,
+                 sums = Stored::kSums;
+}  // namespace operand_table_words
+
+inline bool is_written(Use use) {
+  return use == Use::kWrite || use == Use::kWriteIfGiven || use == Use::kAddTo;
+}
+inline bool is_optional(Use use) { return use == Use::kReadIfGiven || use == Use::kWriteIfGiven; }
 
 constexpr std::size_t kOperands = kBufferRanges;  // their slots come first
 
 inline const std::array<OperandInfo, kOperands>& operand_table() {
-  using namespace operand_uses;
+  using namespace operand_table_words;
   static constexpr std::array<OperandInfo, kOperands> table = {{
       //                                                 forward   backward  bwd_d     bwd_dq
       //                                                 bwd_dkv
-      {kBufferQ, "q", Axes::kQueryHeads, false, {{read, read, none, read, read}}},
-      {kBufferK, "k", Axes::kKeyHeads, false, {{read, read, none, read, read}}},
-      {kBufferV, "v", Axes::kKeyHeads, false, {{read, read, none, read, read}}},
-      {kBufferO, "o", Axes::kQueryHeads, false, {{write, read, read, none, none}}},
-      {kBufferP, "p", Axes::kPairs, true, {{write, read, none, read, read}}},
-      {kBufferRowMax, "row_max", Axes::kRows, false, {{write, by_fused, none, none, none}}},
-      {kBufferRowSum, "row_sum", Axes::kRows, false, {{write, by_fused, none, none, none}}},
-      {kBufferDout, "dout", Axes::kQueryHeads, false, {{none, read, read, read, read}}},
-      {kBufferDlse, "dlse", Axes::kRows, false, {{none, if_given, if_given, none, none}}},
-      {kBufferDRow, "d_row", Axes::kRows, false, {{none, none, write, read, read}}},
-      {kBufferDq, "dq", Axes::kQueryHeads, false, {{none, add_to, none, add_to, none}}},
-      {kBufferDk, "dk", Axes::kKeyHeads, false, {{none, add_to, none, none, add_to}}},
-      {kBufferDv, "dv", Axes::kKeyHeads, false, {{none, add_to, none, none, add_to}}},
+      {kBufferQ, "q", Axes::kQueryHeads, as_q, false, {{read, read, none, read, read}}},
+      {kBufferK, "k", Axes::kKeyHeads, as_k, false, {{read, read, none, read, read}}},
+      {kBufferV, "v", Axes::kKeyHeads, as_k, false, {{read, read, none, read, read}}},
+      {kBufferO, "o", Axes::kQueryHeads, output, false, {{write, read, read, none, none}}},
+      {kBufferP, "p", Axes::kPairs, sums, true, {{write, read, none, read, read}}},
+      {kBufferRowMax, "row_max", Axes::kRows, sums, false, {{write, by_fused, none, none, none}}},
+      {kBufferRowSum, "row_sum", Axes::kRows, sums, false, {{write, by_fused, none, none, none}}},
+      {kBufferDout, "dout", Axes::kQueryHeads, as_q, false, {{none, read, read, read, read}}},
+      {kBufferDlse, "dlse", Axes::kRows, sums, false, {{none, if_given, if_given, none, none}}},
+      {kBufferDRow, "d_row", Axes::kRows, sums, false, {{none, none, write, read, read}}},
+      {kBufferDq, "dq", Axes::kQueryHeads, as_q, false, {{none, add_to, none, add_to, none}}},
+      {kBufferDk, "dk", Axes::kKeyHeads, as_k, false, {{none, add_to, none, none, add_to}}},
+      {kBufferDv, "dv", Axes::kKeyHeads, as_k, false, {{none, add_to, none, none, add_to}}},
+      {kBufferRounded,
+       "rounded",
+       Axes::kQueryHeads,
+       as_q,
+       false,
+       {{write_if_given, none, none, none, none}}},
   }};
   return table;
 }

@@ -29,8 +29,9 @@ struct MaskAndScale {
 struct Problem : MaskAndScale {
   Pass pass = Pass::kForward;
   Family family = Family::kFused;
-  DType dtype = DType::kFloat32;
-  bool accumulate = false;  // gradients are added to what dq, dk and dv hold
+  DType dtype = DType::kFloat32;     // of q
+  DType kv_dtype = DType::kFloat32;  // of k and v: q's, or half beside float32
+  bool accumulate = false;           // gradients are added to what dq, dk and dv hold
   Int64 B = 0, Tq = 0, Tk = 0;
   Int32 H = 0, Hkv = 0, hd = 0;
   std::vector<AttnRange> ranges;  // B of them

@@ -68,6 +68,17 @@ void check_contiguous(const char* name, const Operand& operand) {
   }
 }
 
+// Throws TypeError.
+void check_dtype(const OperandInfo& info, Use use, const Problem& problem) {
+  const DType got = problem.operands[info.slot].dtype, sums = sum_dtype(problem.dtype);
+  DType expected = info.stored == Stored::kAsK ? problem.kv_dtype : problem.dtype;
+  const bool kept = info.stored == Stored::kOutput && !is_written(use);
+  if (info.stored == Stored::kSums || kept) expected = sums;
+  if (got == expected || (is_written(use) && got == sums)) return;
+  throw TypeError(std::string(info.name) + " must be " + dtype_name(expected) + ", got " +
+                  dtype_name(got));
+}
+
 void check_output(const char* name, const Operand& operand) {
   require(operand.writeable, name, " must be writeable, got a read-only array");
   if (is_empty(operand)) return;
@@ -88,7 +99,7 @@ void check_sizes(const Problem& problem) {
 
 void check_real(const char* name, double value, DType dtype) {
   require(std::isfinite(value), name, " must be finite, got ", value);
-  if (dtype == DType::kFloat32 && value != 0) {
+  if (dtype != DType::kFloat64 && value != 0) {
     const double size = std::fabs(value);
     require(size <= std::numeric_limits<float>::max() && static_cast<float>(size) > 0, name,
             " must be within float32's range");
@@ -99,6 +110,11 @@ void check_real(const char* name, double value, DType dtype) {
 
 void check_problem(const Problem& problem) {
   check_sizes(problem);
+  const bool half_cache = problem.dtype == DType::kFloat32 && is_half(problem.kv_dtype);
+  if (problem.kv_dtype != problem.dtype && !half_cache) {
+    throw TypeError(std::string("k must be ") + dtype_name(problem.dtype) + " as q is, got " +
+                    dtype_name(problem.kv_dtype));
+  }
   require(problem.window_left >= -1, "window left must be at least -1, got ", problem.window_left);
   require(problem.window_right >= -1, "window right must be at least -1, got ",
           problem.window_right);
@@ -118,10 +134,7 @@ void check_problem(const Problem& problem) {
 void check_operand(const OperandInfo& info, const Problem& problem) {
   const Operand& operand = problem.operands[info.slot];
   const char* name = info.name;
-  if (operand.dtype != problem.dtype) {
-    throw TypeError(std::string(name) + " must be " + dtype_name(problem.dtype) + ", got " +
-                    dtype_name(operand.dtype));
-  }
+  check_dtype(info, use_of(info, problem), problem);
   check_shape(name, operand, expected_shape(info.axes, problem), info.axes == Axes::kRows ? 3 : 4);
   const bool heads = info.axes == Axes::kQueryHeads || info.axes == Axes::kKeyHeads;
   if (!is_empty(operand)) {  // NumPy gives empty arrays any strides
@@ -132,7 +145,7 @@ void check_operand(const OperandInfo& info, const Problem& problem) {
     }
   }
   const Use use = use_of(info, problem);
-  if (use == Use::kWrite || use == Use::kAddTo) check_output(name, operand);
+  if (is_written(use)) check_output(name, operand);
 }
 
 }  // namespace forge

@@ -1,28 +1,30 @@
 // Zeros in the arrays that a call writes.
 #pragma once
 
-#include <algorithm>
+#include <cstring>
 
 #include "core/problem.h"
 
 namespace forge {
 
-// A [B, T, heads, hd] array of that element type.
-template <typename Element>
-void fill_zero(const Operand& operand) {
-  const HeadRows<Element> rows(operand);
+// A [B, T, heads, hd] array; zero is no bits in every element type.
+inline void fill_zero(const Operand& operand) {
+  const AttnStrides strides = operand.heads_strides();
   const auto& [B, T, heads, hd] = operand.shape;
+  const Int64 bytes = dtype_bytes(operand.dtype);
   for (Int64 b = 0; b < B; ++b) {
     for (Int64 t = 0; t < T; ++t) {
-      for (Int64 h = 0; h < heads; ++h) std::fill_n(rows.at(b, t, h), hd, Element(0));
+      for (Int64 h = 0; h < heads; ++h) {
+        std::memset(static_cast<char*>(operand.data) + element_offset(strides, b, t, h) * bytes, 0,
+                    static_cast<std::size_t>(hd * bytes));
+      }
     }
   }
 }
 
-template <typename Element>
-void zero_gradients(const Problem& problem) {
+inline void zero_gradients(const Problem& problem) {
   for (const BufferIndex slot : {kBufferDq, kBufferDk, kBufferDv}) {
-    fill_zero<Element>(problem.operands[slot]);
+    fill_zero(problem.operands[slot]);
   }
 }
 

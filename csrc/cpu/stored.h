@@ -1,10 +1,19 @@
 // The arrays' elements on their way into vectors and back: what packing and decode read, and what
 // the results are written with. They are templates over the stored type and know no more of it than
 // the overloads here: load and store (of float32 in simd.h), load_quads, load_partial,
-// store_partial. All that lies between is float32.
+// store_partial. All that lies between is float32. A half is widened exactly, subnormals too, and
+// rounded to nearest, ties to even.
 #pragma once
 
+#include <cstring>
+
+#include "core/half.h"
+#include "core/operands.h"
 #include "cpu/simd.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
@@ -45,6 +54,132 @@ FORGE_INLINE void store_partial(Real* to, Vec x, int n) {
 #else
   for (int lane = 0; lane < n; ++lane) to[lane] = x[lane];
 #endif
+}
+
+// The bits of kLanes halves, and of their float32.
+typedef std::uint16_t HalfVec __attribute__((vector_size(kVecBytes / 2)));
+typedef std::uint32_t BitsVec __attribute__((vector_size(kVecBytes)));
+
+FORGE_INLINE Vec widened(HalfVec x, BFloat16) {
+  return (Vec)(__builtin_convertvector(x, BitsVec) << 16);
+}
+
+FORGE_INLINE HalfVec rounded(Vec x, BFloat16) {
+  const BitsVec bits = (BitsVec)x, upper = bits >> 16;
+  const BitsVec nearest = (bits + 0x7fff + (upper & 1)) >> 16;
+  return __builtin_convertvector(x != x ? upper | 0x40 : nearest, HalfVec);
+}
+
+FORGE_INLINE Vec widened(HalfVec x, Float16) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)x);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtph_ps((__m128i)x);
+#elif defined(__aarch64__)
+  return (Vec)vcvt_f32_f16((float16x4_t)x);
+#else
+  const BitsVec bits = __builtin_convertvector(x, BitsVec), size = (bits & 0x7fff) << 13;
+  // A subnormal's bits under the exponent of 2^-14, which is then taken away: exact.
+  constexpr std::uint32_t kBias = (127 - 15) << 23, kSmallest = kBias + (1 << 23);
+  const BitsVec smallest = BitsVec{} + kSmallest;
+  const BitsVec subnormal = (BitsVec)((Vec)(size + smallest) - (Vec)smallest);
+  const BitsVec number = size < 0x00800000 ? subnormal : size + kBias;
+  const BitsVec infinite = size | 0x7f800000;
+  return (Vec)((bits & 0x8000) << 16 | (size >= 0x0f800000 ? infinite : number));
+#endif
+}
+
+FORGE_INLINE HalfVec rounded(Vec x, Float16) {
+#if defined(__AVX512F__)
+  return (HalfVec)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__AVX2__)
+  return (HalfVec)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+  return (HalfVec)vcvt_f16_f32((float32x4_t)x);
+#else
+  const BitsVec bits = (BitsVec)x, size = bits & 0x7fffffff;
+  constexpr std::uint32_t kBias = (127 - 15) << 23, kSmallest = kBias + (1 << 23);
+  const BitsVec normal = (size - kBias + 0xfff + (size >> 13 & 1)) >> 13;
+  // Added to 1/2, whose last bit is worth the smallest half: float32's own rounding does it.
+  const BitsVec half = BitsVec{} + (126u << 23);
+  const BitsVec subnormal = (BitsVec)((Vec)size + (Vec)half) - half;
+  const BitsVec number = size < kSmallest ? subnormal : normal;
+  const BitsVec infinite = BitsVec{} + 0x7c00, nan = 0x7e00 | (size >> 13 & 0x1ff);
+  const BitsVec beyond = size > 0x7f800000 ? nan : infinite;
+  return __builtin_convertvector((bits >> 16 & 0x8000) | (size >= 0x47800000 ? beyond : number),
+                                 HalfVec);
+#endif
+}
+
+template <typename Half>
+FORGE_INLINE Vec load_half(const Half* from) {
+  HalfVec bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return widened(bits, Half{});
+}
+
+template <typename Half>
+FORGE_INLINE void store_half(Half* to, Vec x) {
+  const HalfVec bits = rounded(x, Half{});
+  std::memcpy(to, &bits, sizeof bits);
+}
+
+template <typename Half>
+FORGE_INLINE Vec load_half_quads(const Half* const* rows, std::int64_t at) {
+  std::uint64_t quads[kLanes / 4];
+  FORGE_UNROLL
+  for (int i = 0; i < kLanes / 4; ++i) std::memcpy(&quads[i], rows[4 * i] + at, sizeof quads[i]);
+  HalfVec bits;
+  std::memcpy(&bits, quads, sizeof bits);
+  return widened(bits, Half{});
+}
+
+template <typename Half>
+FORGE_INLINE Vec load_half_partial(const Half* from, int n) {
+#if defined(__AVX512F__)
+  const auto mask = static_cast<__mmask16>((1u << n) - 1u);
+  return widened((HalfVec)_mm256_maskz_loadu_epi16(mask, from), Half{});
+#else
+  HalfVec bits{};
+  for (int lane = 0; lane < n; ++lane) bits[lane] = from[lane].bits;
+  return widened(bits, Half{});
+#endif
+}
+
+template <typename Half>
+FORGE_INLINE void store_half_partial(Half* to, Vec x, int n) {
+  const HalfVec bits = rounded(x, Half{});
+#if defined(__AVX512F__)
+  _mm256_mask_storeu_epi16(to, static_cast<__mmask16>((1u << n) - 1u), (__m256i)bits);
+#else
+  for (int lane = 0; lane < n; ++lane) to[lane].bits = bits[lane];
+#endif
+}
+
+#define FORGE_STORED_AS(Half)                                                                   \
+  FORGE_INLINE Vec load(const Half* from) { return load_half(from); }                           \
+  FORGE_INLINE void store(Half* to, Vec x) { store_half(to, x); }                               \
+  FORGE_INLINE Vec load_quads(const Half* const* rows, std::int64_t at) {                       \
+    return load_half_quads(rows, at);                                                           \
+  }                                                                                             \
+  FORGE_INLINE Vec load_partial(const Half* from, int n) { return load_half_partial(from, n); } \
+  FORGE_INLINE void store_partial(Half* to, Vec x, int n) { store_half_partial(to, x, n); }
+FORGE_STORED_AS(Float16)
+FORGE_STORED_AS(BFloat16)
+#undef FORGE_STORED_AS
+
+// body(pointer) with the operand's own element type, which is const where `body` takes it so.
+template <typename Body>
+FORGE_INLINE auto with_elements(const Operand& operand, const Body& body) {
+  if (operand.dtype == DType::kFloat16) return body(static_cast<Float16*>(operand.data));
+  if (operand.dtype == DType::kBFloat16) return body(static_cast<BFloat16*>(operand.data));
+  return body(static_cast<Real*>(operand.data));
+}
+
+// The elements of an operand of the same type.
+template <typename Stored>
+FORGE_INLINE const Stored* elements_like(const Stored*, const Operand& operand) {
+  return static_cast<const Stored*>(operand.data);
 }
 
 // One vector of a row of n elements that starts at element `at`: whole, partial, or zeros past it.

@@ -14,9 +14,15 @@ class CpuBackend final : public Backend {
   Support available() const override { return {true, ""}; }
 
   Support supports(const Problem& problem) const override {
-    if (problem.family == Family::kMaterialized) return {true, ""};
+    if (problem.family == Family::kMaterialized) {
+      if (!is_half(problem.kv_dtype)) return {true, ""};
+      return {false, std::string("the materialized kernels take float32 and float64, got ") +
+                         dtype_name(problem.kv_dtype)};
+    }
     if (problem.dtype == DType::kFloat64) {
-      return {false, "float64 needs kernel='materialized'; the fused kernels take float32"};
+      return {false,
+              "float64 needs kernel='materialized'; the fused kernels take float32, float16 and "
+              "bfloat16"};
     }
     if (problem.hd > cpu::kMaxHeadDim) {
       return {false, "the fused kernels take head dims 1 to " + std::to_string(cpu::kMaxHeadDim) +

@@ -66,7 +66,7 @@ CpuTarget run_in(const Problem& problem, CpuTarget target) {
     case Pass::kBackward: {
       const std::unique_ptr<Real[]> d_row(new Real[static_cast<std::size_t>(query_rows)]);
       operands[kBufferDRow].data = d_row.get();
-      if (!problem.accumulate) zero_gradients<Real>(problem);
+      if (!problem.accumulate) zero_gradients(problem);
       run(kernels.bwd_d, query_rows);
       run(kernels.bwd_dq, query_rows);
       run(kernels.bwd_dkv, key_rows);

@@ -17,6 +17,7 @@ namespace {
 Access access_of(Use use, const Problem& problem) {
   switch (use) {
     case Use::kWrite:
+    case Use::kWriteIfGiven:
       return Access::kWrite;
     case Use::kAddTo:
       if (problem.accumulate) return Access::kAddToContent;
@@ -31,7 +32,7 @@ void add_operands(Buffers& buffers, AttnParams& params, const Problem& problem) 
   for (const OperandInfo& info : operand_table()) {
     const Use use = use_of(info, problem);
     const Operand& operand = problem.operands[info.slot];
-    if (use == Use::kNone || (use == Use::kReadIfGiven && operand.data == nullptr)) continue;
+    if (use == Use::kNone || (is_optional(use) && operand.data == nullptr)) continue;
     buffers.add(
         {info.slot, info.name, access_of(use, problem), operand, strides_in(params, info.slot)});
   }
@@ -86,8 +87,7 @@ std::vector<MemoryBlock> owned_by_outputs(const Problem& problem) {
   std::vector<MemoryBlock> owned;
   for (const OperandInfo& info : operand_table()) {
     const Use use = use_of(info, problem);
-    const bool written = use == Use::kWrite || use == Use::kAddTo;
-    if (written) owned.push_back(problem.operands[info.slot].owner);
+    if (is_written(use)) owned.push_back(problem.operands[info.slot].owner);
   }
   return owned;
 }

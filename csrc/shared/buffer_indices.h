@@ -18,11 +18,12 @@ enum BufferIndex {
   kBufferDq = 10,
   kBufferDk = 11,
   kBufferDv = 12,
-  kBufferRanges = 13,   // AttnRange, B of them
-  kBufferParams = 14,   // AttnParams
-  kBufferSpan = 15,     // AttnSpan, of the materialized kernels
-  kBufferPartial = 16,  // decode's unfinished rows, [B, H, Tq, splits, hd + 4]
-  kBufferGrid = 17,     // AttnGrid, of the fused kernels
+  kBufferRounded = 13,  // o in q's type, where o itself is kept in float32
+  kBufferRanges = 14,   // AttnRange, B of them
+  kBufferParams = 15,   // AttnParams
+  kBufferSpan = 16,     // AttnSpan, of the materialized kernels
+  kBufferPartial = 17,  // decode's unfinished rows, [B, H, Tq, splits, hd + 4]
+  kBufferGrid = 18,     // AttnGrid, of the fused kernels
 };
 
 }  // namespace forge

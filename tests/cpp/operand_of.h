@@ -1,6 +1,7 @@
 // Operands for tests, of plain vectors.
 #pragma once
 
+#include <cstdlib>
 #include <initializer_list>
 #include <vector>
 
@@ -23,12 +24,19 @@ inline forge::Operand contiguous(const float* data, std::initializer_list<std::i
   return operand;
 }
 
+inline const forge::OperandInfo& info_of(forge::BufferIndex slot) {
+  for (const forge::OperandInfo& info : forge::operand_table()) {
+    if (info.slot == slot) return info;
+  }
+  std::abort();
+}
+
 // The problem's operand of that slot: C-contiguous, of the shape that the table says.
 inline void give(forge::Problem& problem, forge::BufferIndex slot,
                  const std::vector<float>& values) {
   const float* data = values.data();
   forge::Operand& operand = problem.operands[slot];
-  switch (forge::operand_table()[static_cast<std::size_t>(slot)].axes) {
+  switch (info_of(slot).axes) {
     case forge::Axes::kQueryHeads:
       operand = contiguous(data, {problem.B, problem.Tq, problem.H, problem.hd});
       break;

@@ -15,12 +15,12 @@ void scores(const BackwardProblem& problem, const BackwardBlock& block) {
   });
 }
 
-void key_gradients(const BackwardProblem& problem, const BackwardBlock& block, bool add) {
+void key_gradients(const BackwardProblem& problem, const BackwardBlock& block, bool follows) {
   const AttnParams& params = problem.params;
   const Int64 vecs = block.tiling.channels / kLanes, keys = block.tile_keys;
   const auto sink = [&](const GradientSum& sum, Real alpha) {
     Real* at = sum.data + element_offset(sum.strides, block.b, block.tile_begin, block.kv_head);
-    return Sink{at, sum.strides.row, keys, params.hd, alpha, add};
+    return Sink{at, sum.strides.row, keys, params.hd, alpha, follows || sum.add};
   };
   const Sink to_dv = sink(problem.dv, 1), to_dk = sink(problem.dk, params.scale);
   for_panels<kChannelVecs>(vecs, KeyGradient{block, block.p, block.dout_rows, to_dv});
@@ -33,7 +33,8 @@ void row_gradients(const BackwardBlock& block) {
 
 }  // namespace
 
-extern const BackwardKernels kBackwardKernels = {kLanes, kMaxTileRows,  load_rows,     load_keys,
-                                                 scores, key_gradients, row_gradients, store_dq};
+extern const BackwardKernels kBackwardKernels = {kLanes,        kMaxTileRows, load_rows,
+                                                 load_keys,     scores,       key_gradients,
+                                                 row_gradients, store_dq,     store_key};
 
 }  // namespace forge::cpu::FORGE_TARGET

@@ -16,19 +16,22 @@ namespace forge::cpu {
 struct GradientSum {
   float* data;
   AttnStrides strides;
+  bool add;  // to what the caller has put there
 };
 
-// Strides stand in the parameters. dlse is null for zero.
+// o is float32, whatever the others are. dlse is null for zero.
 struct BackwardArrays {
-  const float* q;
-  const float* k;
-  const float* v;
+  Operand q;
+  Operand k;
+  Operand v;
   const float* o;
-  const float* dout;
+  Operand dout;
   const float* dlse;
   const float* row_max;
   const float* row_sum;
-  float* dq;
+  Operand dq;
+  Operand dk;
+  Operand dv;
 };
 
 struct BackwardProblem {
@@ -93,11 +96,13 @@ struct BackwardKernels {
   void (*load_keys)(const BackwardProblem&, BackwardBlock&);
   // p and ds of the tile.
   void (*scores)(const BackwardProblem&, const BackwardBlock&);
-  // dk and dv of the tile, stored or added.
-  void (*key_gradients)(const BackwardProblem&, const BackwardBlock&, bool add);
+  // dk and dv of the tile; follows: another block has added to it.
+  void (*key_gradients)(const BackwardProblem&, const BackwardBlock&, bool follows);
   void (*row_gradients)(const BackwardBlock&);
   // The finished dq to its place: the partial sums [count][rows][channels] added up in this order.
   void (*store_dq)(const BackwardProblem&, const BackwardBlock&, const float* partial, Int64 count);
+  // The finished sum of dk or dv, C-contiguous, of key t of sequence b to its place.
+  void (*store_key)(const Operand& gradient, const float* sums, Int64 b, Int64 t, bool accumulate);
 };
 
 }  // namespace forge::cpu

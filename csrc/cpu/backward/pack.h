@@ -1,6 +1,8 @@
 // Packing for the backward: a block's rows once, a tile's keys each time the block meets it.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/backward/kernel.h"
 #include "cpu/panels.h"
 #include "cpu/stored.h"
@@ -169,7 +171,11 @@ FORGE_INLINE void load_rows_of(const BackwardProblem& problem, const RowArrays<S
 
 void load_rows(const BackwardProblem& problem, BackwardBlock& block) {
   const BackwardArrays& arrays = problem.arrays;
-  load_rows_of(problem, RowArrays<Real, Real>{arrays.q, arrays.dout, arrays.o}, block);
+  with_elements(arrays.q, [&](auto* q) {
+    using Stored = std::remove_pointer_t<decltype(q)>;
+    load_rows_of(problem, RowArrays<Stored, Real>{q, elements_like(q, arrays.dout), arrays.o},
+                 block);
+  });
 }
 
 // One key or value; what it holds past hd are zeros.
@@ -209,7 +215,9 @@ FORGE_INLINE void load_keys_of(const AttnParams& params, const Stored* k, const 
 }
 
 void load_keys(const BackwardProblem& problem, BackwardBlock& block) {
-  load_keys_of(problem.params, problem.arrays.k, problem.arrays.v, block);
+  with_elements(problem.arrays.k, [&](const auto* k) {
+    load_keys_of(problem.params, k, elements_like(k, problem.arrays.v), block);
+  });
   const bool padded = block.rows % kLanes != 0 || block.live.end - block.live.begin != block.rows;
   const bool whole =
       block.all.begin <= block.tile_begin && block.tile_begin + block.tile_keys <= block.all.end;
@@ -253,7 +261,24 @@ FORGE_INLINE void store_dq_as(const BackwardProblem& problem, const BackwardBloc
 
 void store_dq(const BackwardProblem& problem, const BackwardBlock& block, const Real* partial,
               Int64 count) {
-  store_dq_as(problem, block, partial, count, problem.arrays.dq);
+  with_elements(problem.arrays.dq,
+                [&](auto* dq) { store_dq_as(problem, block, partial, count, dq); });
+}
+
+void store_key(const Operand& gradient, const Real* sums, Int64 b, Int64 t, bool accumulate) {
+  const auto& [B, T, heads, hd] = gradient.shape;
+  const Real* from = sums + (b * T + t) * heads * hd;
+  const AttnStrides strides = gradient.heads_strides();
+  with_elements(gradient, [&, &heads = heads, &hd = hd](auto* first) {
+    for (Int64 head = 0; head < heads; ++head, from += hd) {
+      auto* to = first + element_offset(strides, b, t, head);
+      for (Int64 at = 0; at < hd; at += kLanes) {
+        Vec sum = load_within(from, at, hd);
+        if (accumulate) sum = load_within(to, at, hd) + sum;
+        store_within(to, at, hd, sum);
+      }
+    }
+  });
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 #include "cpu/arena.h"
 #include "cpu/attention.h"
 #include "cpu/backward/block_queue.h"
+#include "cpu/backward/key_sums.h"
 #include "cpu/scratch.h"
 #include "cpu/splits.h"
 
@@ -153,18 +154,35 @@ class Backward {
         workers_(static_cast<std::size_t>(worker_count())),
         queue_(plan_.groups, plan_.blocks, workers_.size()),
         turns_(static_cast<std::size_t>(plan_.groups * plan_.tiles)),
-        scratch_(static_cast<std::size_t>(worker_count() * block_bytes() + partial_bytes())) {
+        scratch_(static_cast<std::size_t>(worker_count() * block_bytes() + partial_bytes() +
+                                          key_sum_bytes(problem, problem.arrays.dk) +
+                                          key_sum_bytes(problem, problem.arrays.dv))) {
     for (std::size_t w = 0; w < workers_.size(); ++w) {
       lay_out(plan_, scratch_.data() + static_cast<Int64>(w) * block_bytes(), workers_[w]);
     }
-    partial_dq_ = reinterpret_cast<float*>(scratch_.data() + worker_count() * block_bytes());
+    char* rest = scratch_.data() + worker_count() * block_bytes();
+    partial_dq_ = reinterpret_cast<float*>(rest);
+    rest += partial_bytes();
+    problem_.dk = key_sum_of(problem, problem.arrays.dk, rest);
+    problem_.dv =
+        key_sum_of(problem, problem.arrays.dv, rest + key_sum_bytes(problem, problem.arrays.dk));
     for (std::atomic<Int32>& turn : turns_) turn.store(-1, std::memory_order_relaxed);
   }
 
   void run() {
-    clear_unseen();
-    if (plan_.blocks == 0) return;
-    if (plan_.splits > 1) return run_splits();
+    clear_unseen(problem_.dk);
+    clear_unseen(problem_.dv);
+    if (plan_.splits > 1) {
+      run_splits();
+    } else {
+      run_blocks();
+    }
+    round_key_sum(problem_, kernels_, problem_.arrays.dk, problem_.dk);
+    round_key_sum(problem_, kernels_, problem_.arrays.dv, problem_.dv);
+  }
+
+ private:
+  void run_blocks() {
     parallel_for(plan_.groups * plan_.blocks, threads_, [&](std::int64_t, int worker) {
       const BlockQueue::Item item = queue_.take(worker);
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
@@ -175,7 +193,6 @@ class Backward {
     });
   }
 
- private:
   Int64 worker_count() const {
     const Int64 tasks = plan_.shares ? plan_.splits : plan_.blocks;
     return std::min<Int64>(threads_, plan_.groups * tasks);
@@ -227,7 +244,7 @@ class Backward {
       std::atomic<Int32>& turn = turns_[static_cast<std::size_t>(group * plan_.tiles + tile)];
       const bool follows = contains(before, tile);
       if (follows && !wait_for(turn, static_cast<Int32>(index + 1))) return;
-      kernels_.key_gradients(problem_, block, follows || problem_.accumulate);
+      kernels_.key_gradients(problem_, block, follows);
       turn.store(static_cast<Int32>(index), std::memory_order_release);
       kernels_.row_gradients(block);
     }
@@ -293,8 +310,8 @@ class Backward {
   }
 
   // Zeros for the tiles of keys that no row sees.
-  void clear_unseen() const {
-    if (problem_.accumulate) return;
+  void clear_unseen(const GradientSum& sum) const {
+    if (sum.add) return;
     const AttnParams& params = problem_.params;
     std::vector<char> seen(static_cast<std::size_t>(plan_.tiles));
     for (Int64 b = 0; b < params.B; ++b) {
@@ -306,16 +323,13 @@ class Backward {
       for (Int64 j = 0; j < params.Tk; ++j) {
         if (seen[static_cast<std::size_t>(j / plan_.tiling.keys)]) continue;
         for (Int64 h = 0; h < params.Hkv; ++h) {
-          std::fill_n(problem_.dk.data + element_offset(problem_.dk.strides, b, j, h), params.hd,
-                      0.0f);
-          std::fill_n(problem_.dv.data + element_offset(problem_.dv.strides, b, j, h), params.hd,
-                      0.0f);
+          std::fill_n(sum.data + element_offset(sum.strides, b, j, h), params.hd, 0.0f);
         }
       }
     }
   }
 
-  const BackwardProblem problem_;
+  BackwardProblem problem_;
   const BackwardKernels& kernels_;
   const int threads_;
   const Plan plan_;
@@ -330,24 +344,25 @@ class Backward {
 
 void attention_bwd(const Problem& problem, CpuTarget target) {
   if (problem.B == 0 || problem.Tq == 0 || problem.Tk == 0) {
-    if (!problem.accumulate) zero_gradients<float>(problem);
+    if (!problem.accumulate) zero_gradients(problem);
     return;
   }
   const Operands& operands = problem.operands;
-  const AttnParams params = params_as<float>(problem);
-  BackwardArrays arrays;
-  arrays.q = elements<const float>(operands[kBufferQ]);
-  arrays.k = elements<const float>(operands[kBufferK]);
-  arrays.v = elements<const float>(operands[kBufferV]);
-  arrays.o = elements<const float>(operands[kBufferO]);
-  arrays.dout = elements<const float>(operands[kBufferDout]);
-  arrays.dlse = elements<const float>(operands[kBufferDlse]);
-  arrays.row_max = elements<const float>(operands[kBufferRowMax]);
-  arrays.row_sum = elements<const float>(operands[kBufferRowSum]);
-  arrays.dq = elements<float>(operands[kBufferDq]);
-  const GradientSum dk = {elements<float>(operands[kBufferDk]), params.dk};
-  const GradientSum dv = {elements<float>(operands[kBufferDv]), params.dv};
-  const BackwardProblem backward{params, arrays, dk, dv, problem.ranges.data(), problem.accumulate};
+  BackwardProblem backward;
+  backward.params = params_as<float>(problem);
+  backward.arrays = {operands[kBufferQ],
+                     operands[kBufferK],
+                     operands[kBufferV],
+                     elements<const float>(operands[kBufferO]),
+                     operands[kBufferDout],
+                     elements<const float>(operands[kBufferDlse]),
+                     elements<const float>(operands[kBufferRowMax]),
+                     elements<const float>(operands[kBufferRowSum]),
+                     operands[kBufferDq],
+                     operands[kBufferDk],
+                     operands[kBufferDv]};
+  backward.ranges = problem.ranges.data();
+  backward.accumulate = problem.accumulate;
   Backward(backward, kernel_tables(target).backward).run();
 }
 

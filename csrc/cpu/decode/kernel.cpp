@@ -6,6 +6,7 @@
 #include "cpu/decode/kernel.h"
 
 #include <cstring>
+#include <type_traits>
 
 #include "core/stop.h"
 #include "cpu/attention.h"
@@ -23,6 +24,7 @@ struct RowGroup {
   int heads;
   int rows;  // a head
   const Real* q[kGroupRows];
+  Real* widened;            // room for the queries of halves
   Real* parts[kGroupRows];  // of the tile at hand
   Real* totals[kGroupRows];
   IndexRange keys[kGroupRows];  // that each sees
@@ -153,6 +155,20 @@ FORGE_INLINE void clear_total(Real* total, Int64 floats) {
   total[0] = -__builtin_inff();
 }
 
+// A query where it lies, or widened into `room`.
+FORGE_INLINE const Real* query_row(const ForwardCall& call, Int64 b, const RowCursor& at,
+                                   Real* room) {
+  const Int64 offset = element_offset(call.params.q, b, at.query, at.head), hd = call.params.hd;
+  return with_elements(call.q, [&](const auto* q) -> const Real* {
+    if constexpr (std::is_same_v<decltype(q), const Real*>) {
+      return q + offset;
+    } else {
+      copy_rows(q + offset, 0, hd, 1, 1, room, 0);
+      return room;
+    }
+  });
+}
+
 // Returns the keys that some row of the group sees, from the first of a class on.
 IndexRange start_group(const ForwardCall& call, const DecodeTask& task, Int64 head_begin,
                        Int64 heads, RowGroup& group) {
@@ -166,7 +182,7 @@ IndexRange start_group(const ForwardCall& call, const DecodeTask& task, Int64 he
   for (Int64 head = head_begin; head < head_begin + heads; ++head) {
     RowCursor at = row_cursor(params, head, 0);
     for (Int64 r = 0; r < rows; ++r, ++row, at.next()) {
-      group.q[row] = call.q + element_offset(params.q, task.b, at.query, at.head);
+      group.q[row] = query_row(call, task.b, at, group.widened + row * kMaxHeadDim);
       const Int64 place = (head * rows + r) * floats;
       group.parts[row] = task.parts.first + place;
       group.totals[row] = nullptr;
@@ -203,8 +219,10 @@ void run_task(const ForwardCall& call, const DecodeTask& task, const Stored* k_a
   const AttnParams& params = call.params;
   const Int64 heads_at_once = larger(1, kGroupRows / rows_of_group(params));
   const Int64 step = tile_keys(params.hd);
+  alignas(64) Real widened[kGroupRows * kMaxHeadDim];  // touched where q is of halves
   for (Int64 head = task.heads.begin; head < task.heads.end; head += heads_at_once) {
     RowGroup group;
+    group.widened = widened;
     const Int64 heads = smaller(heads_at_once, task.heads.end - head);
     const IndexRange any = start_group(call, task, head, heads, group);
     for (Int64 tile = task.tiles.begin; tile < task.tiles.end; ++tile) {
@@ -225,22 +243,28 @@ void run_task(const ForwardCall& call, const DecodeTask& task, const Stored* k_a
 }
 
 void run(const ForwardCall& call, const DecodeTask& task) {
-  with_score_map(call.params, [&](const auto& map) { run_task(call, task, call.k, call.v, map); });
+  with_score_map(call.params, [&](const auto& map) {
+    with_elements(call.k,
+                  [&](const auto* k) { run_task(call, task, k, elements_like(k, call.v), map); });
+  });
 }
 
 // A row's total to its place, finished.
 template <typename Stored>
-FORGE_INLINE AttnRow<Real> finish_row(const Real* total, bool sees_keys, Int64 hd, Stored* o) {
-  const RowEnd end = end_of_row(sees_keys, total[0], total[1]);
+FORGE_INLINE void finish_row(const Real* total, const RowEnd& end, Int64 hd, Stored* o) {
   for (Int64 d = 0; d < hd; d += kLanes) {
     const Vec sum = finished_sum(load(total + kPartHead + d), broadcast(end.factor));
     store_within(o, d, hd, end.row.live ? sum : Vec{});
   }
-  return end.row;
 }
 
-template <typename Stored>
-void merge_rows(const ForwardCall& call, const MergeTask& task, Stored* o) {
+FORGE_INLINE void finish_row_in(const Operand& o, const Real* total, const RowEnd& end, Int64 b,
+                                const RowCursor& at) {
+  const Int64 offset = element_offset(o.heads_strides(), b, at.query, at.head);
+  with_elements(o, [&](auto* to) { finish_row(total, end, o.shape[3], to + offset); });
+}
+
+void merge_parts(const ForwardCall& call, const MergeTask& task) {
   const AttnParams& params = call.params;
   const Int64 floats = part_floats(params.hd);
   RowCursor at = row_cursor(params, task.kv_head, task.rows.begin);
@@ -257,18 +281,15 @@ void merge_rows(const ForwardCall& call, const MergeTask& task, Stored* o) {
     }
     merge_row(total, parts, count, floats);
     if (!task.last) continue;
-    const AttnRow<Real> end =
-        finish_row(total, !is_empty(visible_keys(task.band, at.query)), params.hd,
-                   o + element_offset(params.o, task.b, at.query, at.head));
+    const RowEnd end = end_of_row(!is_empty(visible_keys(task.band, at.query)), total[0], total[1]);
+    finish_row_in(call.o, total, end, task.b, at);
+    if (call.rounded.data) finish_row_in(call.rounded, total, end, task.b, at);
+    if (call.row_max == nullptr) continue;
     const Int64 stat = row_index(params, task.b, at.head, at.query);
-    if (call.row_max != nullptr) {
-      call.row_max[stat] = end.m;
-      call.row_sum[stat] = end.l;
-    }
+    call.row_max[stat] = end.row.m;
+    call.row_sum[stat] = end.row.l;
   }
 }
-
-void merge_parts(const ForwardCall& call, const MergeTask& task) { merge_rows(call, task, call.o); }
 
 }  // namespace
 

@@ -126,16 +126,18 @@ FORGE_NOINLINE KeyTile pack_tile(const TaskState& state, const Stored* k, const 
 }
 
 // Asks for part `index` of `parts` of the keys and values that are packed next.
-template <typename Stored>
-FORGE_NOINLINE void prefetch_tile(const TaskState& state, const Stored* k, const Stored* v,
-                                  IndexRange keys, Int64 index, Int64 parts) {
-  const AttnParams& params = state.call->params;
-  const Int64 b = state.task->b, head = state.task->kv_head;
+FORGE_NOINLINE void prefetch_tile(const TaskState& state, IndexRange keys, Int64 index,
+                                  Int64 parts) {
+  const ForwardCall& call = *state.call;
+  const AttnParams& params = call.params;
+  const Int64 b = state.task->b, head = state.task->kv_head, bytes = dtype_bytes(call.k.dtype);
   const Int64 share = ceil_div(keys.end - keys.begin, parts);
   const Int64 last = smaller(keys.end, keys.begin + (index + 1) * share);
+  const char* k = static_cast<const char*>(call.k.data);
+  const char* v = static_cast<const char*>(call.v.data);
   for (Int64 key = keys.begin + index * share; key < last; ++key) {
-    prefetch_row(k + element_offset(params.k, b, key, head), params.hd);
-    prefetch_row(v + element_offset(params.v, b, key, head), params.hd);
+    prefetch_row(k + element_offset(params.k, b, key, head) * bytes, params.hd * bytes);
+    prefetch_row(v + element_offset(params.v, b, key, head) * bytes, params.hd * bytes);
   }
 }
 
@@ -178,7 +180,8 @@ FORGE_INLINE void store_rows(const TaskState& state, Int64 index, int c,
 }
 
 template <typename Stored>
-FORGE_NOINLINE void finish_block(const TaskState& state, Stored* o, Int64 index) {
+FORGE_NOINLINE void finish_block(const TaskState& state, Stored* o, const AttnStrides& strides,
+                                 Int64 index) {
   const ForwardCall& call = *state.call;
   const ForwardTask& task = *state.task;
   RowCursor at = cursor_at(state, index * kRowBlock);
@@ -194,7 +197,7 @@ FORGE_NOINLINE void finish_block(const TaskState& state, Stored* o, Int64 index)
         call.row_max[stat] = end.row.m;
         call.row_sum[stat] = end.row.l;
       }
-      ends.o[lane] = o + element_offset(call.params.o, task.b, at.query, at.head);
+      ends.o[lane] = o + element_offset(strides, task.b, at.query, at.head);
       ends.factor[lane] = end.factor;
       ends.zeroed[lane] = end.row.live ? 0 : -1;
     }
@@ -238,9 +241,11 @@ FORGE_INLINE void run_tile(const TaskState& state, IndexRange keys, IndexRange n
   const ForwardCall& call = *state.call;
   const Workspace& work = state.work;
   const int count = static_cast<int>(keys.end - keys.begin);
-  const KeyTile tile = pack_tile(state, call.k, call.v, keys.begin, count);
+  const KeyTile tile = with_elements(call.k, [&](const auto* k) {
+    return pack_tile(state, k, elements_like(k, call.v), keys.begin, count);
+  });
   for (Int64 index = 0; index < blocks.count; ++index) {
-    prefetch_tile(state, call.k, call.v, next, index, blocks.count);
+    prefetch_tile(state, next, index, blocks.count);
     const KeySpan span = span_of(state, blocks.keys[index], index, keys.begin, count);
     if (span.from >= span.to) continue;
     const RowBlock block = {state.task->rows.begin + index * kRowBlock,
@@ -262,7 +267,8 @@ void run_task(const ForwardCall& call, const ForwardTask& task, char* scratch, c
   blocks.count = ceil_div(rows, kRowBlock);
   IndexRange any = nothing();
   for (Int64 index = 0; index < blocks.count; ++index) {
-    blocks.keys[index] = start_block(state, call.q, index);
+    blocks.keys[index] =
+        with_elements(call.q, [&](const auto* q) { return start_block(state, q, index); });
     any = hull(any, blocks.keys[index].any);
   }
   const auto start = [&] {
@@ -288,7 +294,10 @@ void run_task(const ForwardCall& call, const ForwardTask& task, char* scratch, c
     start();
   }
   for (Int64 index = 0; index < blocks.count && !leaves_parts; ++index) {
-    finish_block(state, call.o, index);
+    with_elements(call.o, [&](auto* o) { finish_block(state, o, call.params.o, index); });
+    if (call.rounded.data == nullptr) continue;
+    const AttnStrides strides = call.rounded.heads_strides();
+    with_elements(call.rounded, [&](auto* o) { finish_block(state, o, strides, index); });
   }
 }
 

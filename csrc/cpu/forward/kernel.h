@@ -10,11 +10,12 @@ namespace forge::cpu {
 // All arrays of a problem and its options, as the kernels want them.
 struct ForwardCall {
   AttnParams params;
-  const float* q;
-  const float* k;
-  const float* v;
-  float* o;
-  float* row_max;  // null where the statistics are not asked for; then row_sum is too
+  Operand q;
+  Operand k;
+  Operand v;
+  Operand o;
+  Operand rounded;  // o once more, in q's type; without data: not wanted
+  float* row_max;   // null where the statistics are not asked for; then row_sum is too
   float* row_sum;
 };
 

@@ -78,7 +78,8 @@ void run_tiles(const Forward& forward) {
 void forward_without_keys(const Problem& problem) {
   const Int64 rows = problem.B * problem.H * problem.Tq;
   const Operands& operands = problem.operands;
-  fill_zero<float>(operands[kBufferO]);
+  fill_zero(operands[kBufferO]);
+  if (operands[kBufferRounded].data) fill_zero(operands[kBufferRounded]);
   if (float* row_max = elements<float>(operands[kBufferRowMax])) {
     std::fill_n(row_max, rows, -std::numeric_limits<float>::infinity());
   }
@@ -93,10 +94,11 @@ void attention_fwd(const Problem& problem, CpuTarget target) {
   const Operands& operands = problem.operands;
   const AttnParams params = params_as<float>(problem);
   const ForwardCall call = {params,
-                            elements<const float>(operands[kBufferQ]),
-                            elements<const float>(operands[kBufferK]),
-                            elements<const float>(operands[kBufferV]),
-                            elements<float>(operands[kBufferO]),
+                            operands[kBufferQ],
+                            operands[kBufferK],
+                            operands[kBufferV],
+                            operands[kBufferO],
+                            operands[kBufferRounded],
                             elements<float>(operands[kBufferRowMax]),
                             elements<float>(operands[kBufferRowSum])};
   const Forward forward = {problem, call, kernel_tables(target), rows_of_group(params),
