@@ -21,7 +21,7 @@ FLOAT_STRIDE ?= 97
 # Exact versions: another one formats otherwise.
 LINT_TOOLS := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5 check-jsonschema==0.39.0
 MACHO_TOOLS := lief==1.0.0
-TEST_TOOLS := "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" -r benchmarks/requirements.txt
+TEST_TOOLS := "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" "ml_dtypes>=0.4" -r benchmarks/requirements.txt
 # What forge works with, tested on the CPU build alone.
 TEST_PEERS := $(if $(FORGE_REQUIRE_TORCH),-r tests/requirements-torch.txt) \
   $(if $(FORGE_REQUIRE_JAX),-r tests/requirements-jax.txt) \

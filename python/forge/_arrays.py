@@ -9,6 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from forge import _forge
+from forge._dtypes import (
+    BFLOAT16_BITS,
+    BFloat16Bits,
+    Element,
+    bfloat16_of_numpy,
+    element_of,
+    is_of,
+    read_as_stored,
+    wrong_dtype,
+)
 from forge._memory import check_memory
 
 if TYPE_CHECKING:
@@ -31,30 +41,43 @@ class Input(NamedTuple):
     """An input: what the kernels read, the caller's own array, and how one became the other."""
 
     array: Array
+    """Of the element type's ``stored`` dtype."""
     given: Array
     how: str
     """``"in place"`` or ``"copied: <reason>"``."""
+    element: Element
 
 
 def as_input(name: str, value: object) -> Input:
     """Return ``value`` as an array that the kernels can read.
 
-    Nothing is cast: the dtype must be float32 or float64 already.
+    Nothing is cast: the dtype must be one that attention is computed in.
 
     Raises:
         TypeError: ``value`` is no array, is not in the CPU's memory, has masked elements, or has
             another dtype.
+        ImportError: ``value`` is bfloat16 of another library, and ml_dtypes is not there.
     """
-    array = _as_ndarray(name, value)
-    dtype = array.dtype
-    if dtype.kind != "f" or dtype.itemsize not in (4, 8):
-        raise TypeError(wrong_dtype(name, dtype, value))
+    given, element = _as_elements(name, value)
+    array = read_as_stored(given, element)
     reason = _why_copy(array)
     if reason is None:
-        return Input(array, array, IN_PLACE)
-    check_memory({f"a copy of {name}": array.shape}, dtype)
-    copy = np.array(array, dtype=dtype.newbyteorder("="), order="C")
-    return Input(copy, array, f"copied: {reason}")
+        return Input(array, array, IN_PLACE, element)
+    check_memory({f"a copy of {name}": array.shape}, element.stored)
+    copy = np.array(array, dtype=element.stored, order="C")
+    return Input(copy, array, f"copied: {reason}", element)
+
+
+def _as_elements(name: str, value: object) -> tuple[Array, Element]:
+    if type(value) is BFloat16Bits:
+        return plain(value), BFLOAT16_BITS
+    array = _as_ndarray(name, value)
+    if type(array) is BFloat16Bits:  # another library's
+        return plain(array), bfloat16_of_numpy(name)
+    element = element_of(array.dtype)
+    if element is None:
+        raise TypeError(wrong_dtype(name, array.dtype, value))
+    return array, element
 
 
 def _as_ndarray(name: str, value: object) -> Array:
@@ -79,22 +102,17 @@ def _kind(value: object) -> str:
 
 
 def _refuse_to_lose_a_gradient(name: str, value: object) -> None:
-    if _is_of(value, "torch") and getattr(value, "requires_grad", False):
+    if is_of(value, "torch") and getattr(value, "requires_grad", False):
         raise TypeError(
             f"{name} must be without a gradient here, got a tensor that requires one; use "
             f"forge.torch.attention, which is differentiable, or pass {name}.detach() where no "
             "gradient is wanted"
         )
-    if _is_of(value, "jax") and _kind(value).endswith("Tracer"):
+    if is_of(value, "jax") and _kind(value).endswith("Tracer"):
         raise TypeError(
             f"{name} must have values here, got a {_kind(value)}; use forge.jax.attention inside "
             "jax.jit, jax.grad, jax.vmap and the like"
         )
-
-
-def _is_of(value: object, *packages: str) -> bool:
-    """Whether the value's type, or one that it is derived from, is one of these packages'."""
-    return any(base.__module__.partition(".")[0] in packages for base in type(value).__mro__)
 
 
 def _exported(name: str, value: Any) -> Array:
@@ -106,7 +124,7 @@ def _exported(name: str, value: Any) -> Array:
             f"{name} must say its DLPack device as two ints, got {_kind(value)}: {error}"
         ) from error
     if device in _HOST_DEVICES:
-        return _read(name, value, np.from_dlpack)
+        return _read(name, value, _bfloat16_bits if _is_bfloat16(value) else np.from_dlpack)
     if _has_buffer(value):  # MLX on a Mac: the GPU's memory is the CPU's, and it says so this way
         return _read(name, value, np.asarray)
     where = _DLPACK_DEVICES.get(device, f"DLPack device type {device}")
@@ -114,6 +132,14 @@ def _exported(name: str, value: Any) -> Array:
         f"{name} must be in the CPU's memory, got {_kind(value)} on {where}, number {number}; "
         "copy it to the CPU first"
     )
+
+
+def _is_bfloat16(value: Any) -> bool:
+    return str(getattr(value, "dtype", "")).rpartition(".")[2] == "bfloat16"
+
+
+def _bfloat16_bits(value: Any) -> Array:
+    return _forge.bfloat16_bits(value.__dlpack__()).view(BFloat16Bits)
 
 
 def _has_buffer(value: Any) -> bool:
@@ -139,40 +165,6 @@ def _read(name: str, value: object, reader: Callable[[Any], Any]) -> Array:
     return array
 
 
-def wrong_dtype(name: str, dtype: object, value: object) -> str:
-    said = f"{name} must be float32 (or float64 with kernel='materialized'), got {dtype}"
-    kind = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
-    if not kind.startswith(("float", "bfloat", "int", "uint")):
-        return said
-    cost = "a copy of twice the bytes" if kind in ("float16", "bfloat16") else "a copy"
-    return f"{said}; pass {as_float(name, value)}, {cost}"
-
-
-def wrong_precision(name: str, dtype: object, expected: object, value: object) -> str:
-    said = f"{name} must be {expected} as q is, got {dtype}"
-    return f"{said}; pass {as_float(name, value, str(expected).rpartition('.')[2])}, a copy"
-
-
-def float64_for_fused(q: object) -> str:
-    return (
-        "q must be float32 for kernel='fused', got float64; pass "
-        f"{as_float('q', q)}, a copy in single precision, and k and v likewise, or "
-        "kernel='materialized', which computes in float64, but ten times slower or more and in "
-        "O(T^2) memory"
-    )
-
-
-def as_float(name: str, value: object, dtype: str = "float32") -> str:
-    """Return how to write the argument in another precision, in the words of its own library."""
-    if _is_of(value, "torch"):
-        return f"{name}.to(torch.{dtype})"
-    if _is_of(value, "jax", "jaxlib"):
-        return f"{name}.astype(jax.numpy.{dtype})"
-    if _is_of(value, "mlx"):
-        return f"{name}.astype(mlx.core.{dtype})"
-    return f"{name}.astype(np.{dtype})" if hasattr(value, "astype") else f"{name} as {dtype}"
-
-
 def unmasked(name: str, array: Array) -> Array:
     """Return the plain ndarray behind a subclass; masked elements are a TypeError."""
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
@@ -196,8 +188,10 @@ def _why_copy(array: Array) -> str | None:
     return None
 
 
-def as_output(name: str, value: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Check an array that a result is to be written into.
+def as_output(name: str, value: object, shape: tuple[int, ...], element: Element) -> Array:
+    """Check an array that a result is to be written into; return it as the kernels take it.
+
+    Results of half precision may go to float32 arrays.
 
     Raises:
         TypeError: no ndarray, or of another dtype.
@@ -207,8 +201,11 @@ def as_output(name: str, value: object, shape: tuple[int, ...], dtype: np.dtype[
     if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name} must be a NumPy array to write into, got {type(value).__name__}")
     value = plain(value)
-    if value.dtype.newbyteorder("=") != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {value.dtype}")
+    own = element_of(value.dtype)
+    if own is None or own.name not in (element.name, element.sums.name):
+        other = f" or {element.sums.name}" if element.is_half else ""
+        raise TypeError(f"{name} must be {element.name}{other}, got {value.dtype}")
+    value = read_as_stored(value, own)
     if value.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {value.shape}")
     if not value.flags.writeable:

@@ -15,19 +15,22 @@ _SMALL = 64 << 20
 
 
 def check_memory(
-    shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[Any], instead: str = ""
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype[Any] | Mapping[str, np.dtype[Any]],
+    instead: str = "",
 ) -> None:
     """Refuse a call whose new arrays, all together, do not fit, before any is allocated.
 
     Args:
         shapes: the shape of each array by name.
-        dtype: their dtype.
+        dtype: their dtype, or that of each.
         instead: what to do about it, for the message.
 
     Raises:
         MemoryError: saying how many bytes it takes, how many there are, and ``instead``.
     """
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     total = sum(sizes.values())
     if total <= _SMALL:
         return

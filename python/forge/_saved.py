@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from forge._arrays import IN_PLACE, Array, split_heads
+from forge._dtypes import FLOAT32, Element
 from forge._options import Sizes
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ ALL_IN_PLACE = {"q": IN_PLACE, "k": IN_PLACE, "v": IN_PLACE}
 class Call:
     """The inputs of one forward call, checked: q, k, v with heads split, and its options."""
 
+    element: Element
+    """Of q."""
+    kv_element: Element
+    """Of k and v."""
     q: Array
     k: Array
     v: Array
@@ -59,7 +64,7 @@ class Saved:
 
     _call: Call
     out: Array
-    """``o``, in the rank of q."""
+    """``o``, in the rank of q; float32 where q is of half precision."""
     row_max: Array
     """``m``, the maximum of each row's visible scores; ``[B, H, Tq]``; -inf for a dead row."""
     row_sum: Array
@@ -100,17 +105,17 @@ class Saved:
     @property
     def q(self) -> Array:
         """The queries the forward read, in the rank they came in."""
-        return self._call.q.reshape(self._call.query_shape())
+        return self._call.element.show(self._call.q.reshape(self._call.query_shape()))
 
     @property
     def k(self) -> Array:
         """The keys the forward read, in the rank they came in."""
-        return self._call.k.reshape(self._call.key_shape())
+        return self._call.kv_element.show(self._call.k.reshape(self._call.key_shape()))
 
     @property
     def v(self) -> Array:
         """The values the forward read, in the rank they came in."""
-        return self._call.v.reshape(self._call.key_shape())
+        return self._call.kv_element.show(self._call.v.reshape(self._call.key_shape()))
 
     def _arrays(self) -> dict[str, Array]:
         """Return what the backward reads besides q, k, v and dout, by name."""
@@ -141,6 +146,8 @@ def saved_plainly(q: Array, k: Array, v: Array, plain: tuple[Any, ...]) -> tuple
     o, row_max, row_sum, options, extents = plain
     sizes = Sizes(*extents)
     call = Call(
+        element=FLOAT32,
+        kv_element=FLOAT32,
         q=split_heads(q, sizes.H),
         k=split_heads(k, sizes.Hkv),
         v=split_heads(v, sizes.Hkv),

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from forge._arrays import Array
-from forge._attention import attention_backward, attention_forward, restored
+from forge._attention import attention_backward, attention_forward
+from forge._calls import restored
+from forge._dtypes import BFloat16Bits
 from forge._options import MaskAndScale, head_counts, kernel_name
 from forge._saved import Kept
 
@@ -54,7 +56,7 @@ _OPTIONS = (
 )
 _FORWARD = (
     f"(Tensor q, Tensor k, Tensor v, {_OPTIONS})"
-    " -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum, Tensor probs)"
+    " -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum, Tensor probs, Tensor kept)"
 )
 _BACKWARD = (
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, "
@@ -64,8 +66,23 @@ _BACKWARD = (
 
 def _array(tensor: Tensor) -> Array:
     """The tensor's own memory as an array."""
-    array: Array = tensor.detach().resolve_neg().numpy()
+    tensor = tensor.detach().resolve_neg()
+    if tensor.dtype == torch.bfloat16:
+        bits: Array = tensor.view(torch.int16).numpy()
+        return bits.view(np.uint16).view(BFloat16Bits)
+    array: Array = tensor.numpy()
     return array
+
+
+def _tensor(array: Array) -> Tensor:
+    """The array's own memory as a tensor."""
+    if isinstance(array, BFloat16Bits):
+        return torch.from_numpy(array.view(np.ndarray).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def _positions_array(tensor: Tensor | None) -> Array | None:
@@ -84,9 +101,12 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor
         kernel=given.kernel,
         backend=given.backend,
     )
-    probs = np.empty(0, out.dtype) if saved._probs is None else saved._probs
-    results = (out, saved.lse, saved.row_max, saved.row_sum, probs)
-    return tuple(torch.from_numpy(array) for array in results)
+    probs = np.empty(0, saved.row_max.dtype) if saved._probs is None else saved._probs
+    kept = (
+        saved.out if _is_half(q) else np.empty(0, np.float32)
+    )  # an operator returns no array twice
+    results = (out, saved.lse, saved.row_max, saved.row_sum, probs, kept)
+    return tuple(_tensor(array) for array in results)
 
 
 def _run_backward(
@@ -103,16 +123,18 @@ def _run_backward(
         backend=given.backend,
     )
     gradients = attention_backward(_array(dout), saved, dlse=None if dlse is None else _array(dlse))
-    return tuple(torch.from_numpy(array) for array in gradients)
+    return tuple(_tensor(array) for array in gradients)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
     given = Options(*options)
     sizes = head_counts(q, k, v, given.num_heads, given.num_kv_heads)
-    rows = [q.new_empty((sizes.B, sizes.H, sizes.Tq)) for _ in range(3)]
+    sums = torch.float32 if _is_half(q) else q.dtype
+    rows = [q.new_empty((sizes.B, sizes.H, sizes.Tq), dtype=sums) for _ in range(3)]
     materialized = kernel_name(given.kernel) == "materialized"
-    probs = q.new_empty((sizes.B, sizes.H, sizes.Tq, sizes.Tk) if materialized else (0,))
-    return q.new_empty(q.shape), *rows, probs
+    pairs = (sizes.B, sizes.H, sizes.Tq, sizes.Tk) if materialized else (0,)
+    kept = q.new_empty(q.shape if _is_half(q) else (0,), dtype=torch.float32)
+    return q.new_empty(q.shape), *rows, q.new_empty(pairs, dtype=sums), kept
 
 
 def _fake_backward(
@@ -123,7 +145,8 @@ def _fake_backward(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, *options = inputs
-    out, _, row_max, row_sum, probs = output
+    out, _, row_max, row_sum, probs, kept = output
+    out = kept if _is_half(q) else out
     positions, ctx.options = options[:3], options[3:]
     ctx.save_for_backward(q, k, v, out, row_max, row_sum, probs, *positions)
     ctx.set_materialize_grads(False)
@@ -132,7 +155,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
     q, k, v, out, row_max, row_sum, probs, *positions = ctx.saved_tensors
     if dout is None:
-        dout = torch.zeros_like(out)
+        dout = torch.zeros_like(out, dtype=q.dtype)
     gradients = backward_op(
         dout, dlse, q, k, v, out, row_max, row_sum, probs, *positions, *ctx.options
     )

@@ -21,13 +21,10 @@ except ImportError as error:
         "forge.jax needs JAX: pip install jax, or pip install '.[jax]' in a checkout of forge"
     ) from error
 
-from forge._arrays import Array, wrong_dtype
-from forge._attention import (
-    _check_dtype,
-    attention_backward,
-    attention_forward,
-    restored,
-)
+from forge._arrays import Array
+from forge._attention import attention_backward, attention_forward
+from forge._calls import restored
+from forge._dtypes import HALF, check_dtypes, wrong_dtype
 from forge._options import (
     MaskAndScale,
     Window,
@@ -85,8 +82,8 @@ def attention(
     ``jax.nn.dot_product_attention``: where ``Tq != Tk``, ``query_offset=0`` gives JAX's.
 
     Args:
-        q: queries, float32 ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]``; float64 (where JAX has it
-            enabled) with ``kernel="materialized"``.
+        q: queries, ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]``: float32, float16 or bfloat16, or
+            float64 (where JAX has it enabled) with ``kernel="materialized"``.
         k: keys, ``[B, Tk, Hkv, hd]`` or ``[B, Tk, Hkv * hd]``.
         v: values, of k's shape.
         causal: a query sees no key after its own position.
@@ -107,7 +104,7 @@ def attention(
         An array of q's shape and dtype. Rows that see no key are 0.
 
     Raises:
-        TypeError: wrong types or dtypes; half precision is not converted. A forward-mode
+        TypeError: wrong types or dtypes. A forward-mode
             derivative.
         ValueError: wrong shapes or values, or a combination that kernel or backend cannot serve.
         NotImplementedError: a second derivative.
@@ -170,12 +167,12 @@ def _checked(
     """Check what can be checked before anything runs, so that errors name the caller's line."""
     q, k, v = arrays.values()
     kernel = kernel_name(options["kernel"])
-    _check_dtype(arrays, kernel, arrays)
+    check_dtypes({name: array.dtype.name for name, array in arrays.items()}, kernel, arrays)
     heads = head_counts(q, k, v, options["num_heads"], options["num_kv_heads"])
     shaping = {name: options[name] for name in ("causal", "window", "softcap", "scale")}
     backend = backend_name(options["backend"])
     given = {**known, **dict.fromkeys(traced, 0)}  # given, with a value that is always in range
-    compiled_options(MaskAndScale(**shaping, **given), heads, q.dtype, kernel, backend)
+    compiled_options(MaskAndScale(**shaping, **given), heads, _sums(q), kernel, backend)
     for name, value in traced.items():
         _check_positions(name, value, heads.B)
     fixed = {**options, "kernel": kernel}
@@ -185,8 +182,13 @@ def _checked(
 def _check_array(name: str, value: object) -> None:
     if not isinstance(value, jax.Array):
         raise TypeError(f"{name} must be a jax.Array, got {type(value).__name__}")
-    if value.dtype not in (np.float32, np.float64):
+    if value.dtype.name not in ("float32", "float64", *HALF):
         raise TypeError(wrong_dtype(name, value.dtype, value))
+
+
+def _sums(q: Any) -> np.dtype[Any]:
+    """The dtype of row statistics."""
+    return np.dtype(np.float32) if q.dtype.name in HALF else np.dtype(q.dtype)
 
 
 def _words(positions: int | Array) -> Array:
@@ -232,6 +234,8 @@ def _host_forward(fixed: _Static, q: Any, k: Any, v: Any, positions: _Positions)
     results = [out, saved.row_max, saved.row_sum]
     if saved._probs is not None:
         results.append(saved._probs)
+    if saved.out is not out:
+        results.append(saved.out)
     return [x.reshape(*q.shape[: leading + 1], *x.shape[1:]) for x in results]
 
 
@@ -243,9 +247,12 @@ def _host_backward(
     keywords = _keywords(fixed, positions, leading, arrays["q"].shape[0])
     heads = keywords.pop("num_heads"), keywords.pop("num_kv_heads")
     kernel, backend = keywords.pop("kernel"), keywords.pop("backend")
+    out, row_max, row_sum, *more = (_folded(x, leading) for x in kept)
+    if arrays["q"].dtype.name in HALF:
+        out = more.pop()
     saved = restored(
         dict(arrays),
-        Kept(*(_folded(x, leading) for x in kept)),
+        Kept(out, row_max, row_sum, *more),
         MaskAndScale(**keywords),
         heads=heads,
         kernel=kernel,
@@ -275,12 +282,15 @@ def _forward_callback(
 ) -> Any:
     options = dict(fixed.options)
     sizes = head_counts(q, k, v, options["num_heads"], options["num_kv_heads"])
-    shapes = [q.shape, (sizes.B, sizes.H, sizes.Tq), (sizes.B, sizes.H, sizes.Tq)]
+    shapes: list[tuple[int, ...]] = [(sizes.B, sizes.H, sizes.Tq), (sizes.B, sizes.H, sizes.Tq)]
     if options["kernel"] == "materialized":
         shapes.append((sizes.B, sizes.H, sizes.Tq, sizes.Tk))
+    if q.dtype.name in HALF:  # o as exact as its sums are, for the backward
+        shapes.append(q.shape)
+    kept = [jax.ShapeDtypeStruct(shape, _sums(q)) for shape in shapes]
     results = jax.pure_callback(
         _OnHost(_host_forward, fixed),
-        [jax.ShapeDtypeStruct(shape, q.dtype) for shape in shapes],
+        [jax.ShapeDtypeStruct(q.shape, q.dtype), *kept],
         q,
         k,
         v,

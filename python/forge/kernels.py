@@ -12,18 +12,16 @@ C-contiguous.
 
 from __future__ import annotations
 
-import numpy as np
-
 from forge import _forge
 from forge._arrays import (
     IN_PLACE,
     Array,
-    as_float,
     as_input,
     as_output,
     check_overlap,
     split_heads,
 )
+from forge._dtypes import FLOAT32, as_float
 from forge._options import (
     MaskAndScale,
     Positions,
@@ -41,8 +39,6 @@ __all__ = [
     "attention_bwd_dq_f32",
     "attention_fwd_f32",
 ]
-
-_FLOAT32 = np.dtype(np.float32)
 
 
 def attention_fwd_f32(
@@ -214,10 +210,10 @@ _CONTIGUOUS = frozenset({"p", "row_max", "row_sum", "d_row", "dlse"})
 def _inputs(**values: object) -> dict[str, Array]:
     arrays = {}
     for name, value in values.items():
-        array, _, how = as_input(name, value)
-        if array.dtype != _FLOAT32:
+        array, _, how, element = as_input(name, value)
+        if element is not FLOAT32:
             raise TypeError(
-                f"{name} must be float32, got {array.dtype}; pass {as_float(name, value)}, a copy"
+                f"{name} must be float32, got {element.name}; pass {as_float(name, value)}, a copy"
             )
         if how != IN_PLACE:
             raise ValueError(f"{name} must be used in place, got an array to be {how}")
@@ -231,7 +227,7 @@ def _outputs(
 ) -> dict[str, Array]:
     arrays = {}
     for name, (value, shape) in values.items():
-        arrays[name] = as_output(name, value, shape, _FLOAT32)
+        arrays[name] = as_output(name, value, shape, FLOAT32)
         _require_contiguous(name, arrays[name])
     check_overlap(arrays, inputs)
     return arrays
@@ -259,7 +255,7 @@ def _backward_heads(
 
 
 def _options(given: MaskAndScale, heads: Sizes, backend: str | None) -> _forge.Options:
-    return compiled_options(given, heads, _FLOAT32, "materialized", backend_name(backend))
+    return compiled_options(given, heads, FLOAT32.stored, "materialized", backend_name(backend))
 
 
 def _run(

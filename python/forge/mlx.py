@@ -1,6 +1,7 @@
 """forge's attention for MLX: arrays in MLX's memory, gradients for mx.grad.
 
-Inputs are read and results are written where MLX keeps them, without a copy.
+Inputs are read and results are written where MLX keeps them, without a copy; bfloat16 results are
+copied once.
 
     import forge.mlx
     out = forge.mlx.attention(q, k, v, causal=True, window=1024, softcap=50.0)
@@ -21,9 +22,9 @@ except ImportError as error:
         "forge"
     ) from error
 
-from forge._arrays import wrong_dtype
 from forge._attention import attention_backward, attention_forward
-from forge._options import Window
+from forge._dtypes import BFloat16Bits, check_dtypes, wrong_dtype
+from forge._options import Window, kernel_name
 
 __all__ = ["attention"]
 
@@ -54,8 +55,8 @@ def attention(
     q, k and v are evaluated first, so it cannot stand inside ``mx.compile`` or ``mx.vmap``.
 
     Args:
-        q: queries, float32 ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]``; float64 with
-            ``kernel="materialized"``.
+        q: queries, ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]``: float32, float16 or bfloat16, or
+            float64 with ``kernel="materialized"``.
         k: keys, ``[B, Tk, Hkv, hd]`` or ``[B, Tk, Hkv * hd]``.
         v: values, of k's shape.
         causal: a query sees no key after its own position.
@@ -76,14 +77,17 @@ def attention(
         An array of q's shape and dtype. Rows that see no key are 0.
 
     Raises:
-        TypeError: wrong types or dtypes; half precision is not converted.
+        TypeError: wrong types or dtypes.
         ValueError: wrong shapes or values, a combination that kernel or backend cannot serve, or
             arrays that ``mx.compile`` or ``mx.vmap`` traces.
         MemoryError: the results do not fit.
         NotImplementedError: a second derivative, or ``mx.jvp``.
     """
-    for name, value in (("q", q), ("k", k), ("v", v)):
+    arrays = {"q": q, "k": k, "v": v}
+    for name, value in arrays.items():
         _check_array(name, value)
+    dtypes = {name: str(value.dtype).rpartition(".")[2] for name, value in arrays.items()}
+    check_dtypes(dtypes, kernel_name(kernel), dict(arrays))
     positions = {"query_offset": query_offset, "key_start": key_start, "key_end": key_end}
     _evaluate(q, k, v, *(value for value in positions.values() if isinstance(value, mx.array)))
     options = {
@@ -112,18 +116,29 @@ def _differentiable(options: dict[str, Any]) -> Any:
     kept = {}
 
     def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        out = _new(q)
-        _, kept["saved"] = attention_forward(q, k, v, out=np.asarray(out), **options)
-        return out
+        out = None if q.dtype == mx.bfloat16 else _new(q)
+        into = None if out is None else np.asarray(out)
+        inputs = (_readable(x) for x in (q, k, v))
+        made, kept["saved"] = attention_forward(*inputs, out=into, **options)
+        return _bfloat16(made) if out is None else out
 
     def backward(
         q: mx.array, k: mx.array, v: mx.array, dout: mx.array
     ) -> tuple[mx.array, mx.array, mx.array]:
         _evaluate(dout)
-        gradients = _new(q), _new(k), _new(v)
-        dq, dk, dv = (np.asarray(gradient) for gradient in gradients)
-        attention_backward(dout, kept["saved"], dq=dq, dk=dk, dv=dv)
-        return gradients
+        gradients = {
+            name: None if x.dtype == mx.bfloat16 else _new(x)
+            for name, x in (("dq", q), ("dk", k), ("dv", v))
+        }
+        into: dict[str, Any] = {
+            name: None if x is None else np.asarray(x) for name, x in gradients.items()
+        }
+        made = attention_backward(_readable(dout), kept["saved"], **into)
+        dq, dk, dv = (
+            _bfloat16(array) if x is None else x
+            for array, x in zip(made, gradients.values(), strict=True)
+        )
+        return dq, dk, dv
 
     # Without these two MLX would take the results for constants: second derivatives of zero.
     first_derivative = mx.custom_function(backward)
@@ -138,7 +153,7 @@ def _differentiable(options: dict[str, Any]) -> Any:
 def _check_array(name: str, value: object) -> None:
     if not isinstance(value, mx.array):
         raise TypeError(f"{name} must be an mx.array, got {type(value).__name__}")
-    if value.dtype not in (mx.float32, mx.float64):
+    if value.dtype not in (mx.float32, mx.float64, mx.float16, mx.bfloat16):
         raise TypeError(wrong_dtype(name, value.dtype, value))
 
 
@@ -158,6 +173,18 @@ def _new(like: mx.array) -> mx.array:
     array = mx.zeros(like.shape, like.dtype, stream=mx.cpu)
     mx.eval(array)
     return array
+
+
+def _readable(x: mx.array) -> Any:
+    """Return the array, or the bits of bfloat16, which NumPy has not."""
+    if x.dtype != mx.bfloat16:
+        return x
+    return np.asarray(x.view(mx.uint16)).view(BFloat16Bits)
+
+
+def _bfloat16(bits: Any) -> mx.array:
+    """Return a copy of bits as MLX's bfloat16; NumPy cannot write into that."""
+    return mx.array(bits.view(np.ndarray).view(np.uint16)).view(mx.bfloat16)
 
 
 def _refuse_second_derivative(*_: Any) -> Any:

@@ -27,11 +27,30 @@ except ImportError as error:
     ) from error
 
 from forge import _forge
-from forge._arrays import Array, as_bool, as_int, float64_for_fused, wrong_precision
+from forge._arrays import Array, as_bool, as_int
+from forge._dtypes import check_dtypes, wrong_dtype
 from forge._options import Positions, Window, as_int_array, as_window, kernel_name
 from forge._torch_ops import BY_TORCH, Options, forward_op
 
 __all__ = ["attention", "scaled_dot_product_attention"]
+
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _autocast(kernel: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of torch.autocast, where one is on: what torch's own function does.
+
+    Not for the materialized family, which has no half precision to be cast to.
+    """
+    if kernel == "materialized" or not torch.is_autocast_enabled("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _check_tensor(name: str, value: object) -> None:
@@ -44,13 +63,8 @@ def _check_tensor(name: str, value: object) -> None:
             f"{name} must be a CPU tensor, got one on {value.device}; move it with {name}.cpu(), "
             "or use F.scaled_dot_product_attention there"
         )
-    if value.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"{name} must be torch.float32 (or torch.float64 with kernel='materialized'), got "
-            f"{value.dtype}; convert it with {name}.float(), load models with "
-            "dtype=torch.float32, and under torch.autocast call forge within "
-            "torch.autocast('cpu', enabled=False)"
-        )
+    if value.dtype not in _DTYPES:
+        raise TypeError(wrong_dtype(name, value.dtype, value))
     # A custom operator without a forward-mode rule would hand on tangents of zero.
     if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
         raise NotImplementedError(
@@ -85,21 +99,13 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> Tenso
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None
-    if _dispatch_modes is None or _dispatch_modes():
+    if _dispatch_modes is None or _dispatch_modes() or torch.is_autocast_enabled("cpu"):
         return None
     arrays = [_array_of(x) for x in (q, k, v)]
     if any(array is None for array in arrays):
         return None
     out = _forge.attention(*arrays, *options, None)  # type: ignore[call-arg]  # as many as it takes
     return None if out is None else torch.from_numpy(out)
-
-
-def _check_precision(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> None:
-    if q.dtype == torch.float64 and kernel == "fused":
-        raise TypeError(float64_for_fused(q))
-    for name, value in (("k", k), ("v", v)):
-        if value.dtype != q.dtype:
-            raise TypeError(wrong_precision(name, value.dtype, q.dtype, value))
 
 
 def _as_positions(name: str, value: Positions | Tensor) -> Tensor | None:
@@ -155,9 +161,11 @@ def attention(
     tensors are read in place as long as their last axis has unit stride.
 
     Args:
-        q: queries, float32 ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]`` on the CPU; float64 with
-            ``kernel="materialized"``.
-        k: keys, ``[B, Tk, Hkv, hd]`` or ``[B, Tk, Hkv * hd]``.
+        q: queries, ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]`` on the CPU: float32, float16 or
+            bfloat16 (float64 with ``kernel="materialized"``). Under ``torch.autocast`` all three
+            are cast to its dtype, as torch's own function does.
+        k: keys, ``[B, Tk, Hkv, hd]`` or ``[B, Tk, Hkv * hd]``, of q's dtype, or of half precision
+            under a float32 q.
         v: values, of k's shape.
         causal: a query sees no key after its own position.
         window: an int >= 1, or ``(left, right)``.
@@ -178,7 +186,7 @@ def attention(
         ``out``, in q's shape; with ``return_lse`` ``(out, lse)``, ``lse`` being ``[B, H, Tq]``.
 
     Raises:
-        TypeError: wrong types or dtypes; half precision is not converted.
+        TypeError: wrong types or dtypes.
         ValueError: wrong shapes or values, tensors that are not on the CPU, or a combination that
             kernel or backend cannot serve.
         NotImplementedError: forward-mode differentiation (torch.func.jvp and the like).
@@ -207,7 +215,9 @@ def attention(
         _check_tensor(name, value)
     causal, return_lse = as_bool("causal", causal), as_bool("return_lse", return_lse)
     kernel = kernel_name(kernel)
-    _check_precision(q, k, v, kernel)
+    q, k, v = _autocast(kernel, q, k, v)
+    values = {"q": q, "k": k, "v": v}
+    check_dtypes({name: _dtype_name(x) for name, x in values.items()}, kernel, values)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be a string, got {type(backend).__name__}")
     window_pair = as_window(window)
@@ -241,7 +251,7 @@ def scaled_dot_product_attention(
     """What ``torch.nn.functional.scaled_dot_product_attention`` computes, by forge.
 
     Args:
-        query: ``[..., H, Tq, hd]``, float32 on the CPU.
+        query: ``[..., H, Tq, hd]``, float32, float16 or bfloat16 on the CPU.
         key: ``[..., Hkv, Tk, hd]``; its leading axes broadcast with those of query and value.
         value: ``[..., Hkv, Tk, hd]``.
         attn_mask: must be None; see Raises.

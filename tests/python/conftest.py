@@ -30,7 +30,7 @@ PEERS += ["test_transformers", "test_transformers_models", "test_transformers_re
 IGNORED = {
     "all": [],
     "target": ONCE + PROGRAMS + PEERS,
-    "device": ONCE,
+    "device": [*ONCE, "test_half", "test_torch_half"],  # the shaders take float32
     "quick": ONCE + PROGRAMS + PEERS,
 }
 collect_ignore = [f"{module}.py" for module in IGNORED[SCOPE]]

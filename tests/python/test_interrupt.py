@@ -75,7 +75,7 @@ def test_a_long_backward_gives_way(alarm, cpu, threads, Tq, small, restore_threa
     q, k = (np.broadcast_to(np.float32(1), (B, T, 1, 64)) for T in (Tq, Tk))
     # Scores are all 8, which needs no forward to know.
     rows = (B, 1, Tq)
-    call = forge._attention._prepare(
+    call = forge._calls.prepare(
         {"q": q, "k": k, "v": k}, forge._options.MaskAndScale(), (None, None), "fused", "cpu"
     )
     saved = forge.Saved(

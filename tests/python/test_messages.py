@@ -60,20 +60,20 @@ def functions(name):
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_half_precision_has_a_way_out(rng, name, dtype):
-    if name == "numpy" and dtype == "bfloat16":
+def test_half_precision_has_two_ways_out_of_the_materialized_family(rng, name, dtype, cpu):
+    if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes", reason="NumPy has bfloat16 from ml_dtypes only")
     names, array, cast, every = functions(name)
     q, k, v = (cast(array(x), dtype) for x in random_inputs(rng)[:3])
     for function in every:
-        message = refused(TypeError, function, q, k, v)
-        assert message.startswith("q must be ")
-        if function.__module__ == "forge.torch":  # it names more ways: of models, under autocast
-            way = advised(message, r"convert it with (q\S+),")
-        else:
-            way = advised(message, r"pass (q\S+), a copy of twice the bytes")
+        message = refused(TypeError, function, q, k, v, kernel="materialized")
+        assert message.startswith("q must be float32 or float64 for kernel='materialized', got ")
+        assert message.endswith(f"or kernel='fused', which takes {dtype}")
+        way = advised(message, r"pass (q\S+), a copy,")
         wide = [eval(way.replace("q", "x", 1), names, {"x": x}) for x in (q, k, v)]
-        assert np.isfinite(np.asarray(function(*wide))).all()
+        exact = np.asarray(function(*wide, kernel="materialized", backend=cpu))
+        assert exact.dtype == np.float32
+        function(q, k, v, kernel="fused", backend=cpu)
 
 
 @pytest.fixture

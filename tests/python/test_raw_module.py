@@ -34,7 +34,8 @@ def test_errors_of_the_compiled_module_name_the_argument():
     rows = np.zeros((1, 1, 2), np.float32)
     for error, name, given in [
         (TypeError, "q", {"q": None}),
-        (TypeError, "k", {"k": q.astype(np.float64)}),
+        (TypeError, "k", {"k": q.astype(np.float64), "v": q.astype(np.float64)}),
+        (TypeError, "v", {"v": q.astype(np.float16)}),
         (ValueError, "v", {"v": q[:, :1]}),
         (ValueError, "o", {"o": q[..., :3]}),
         (ValueError, "row_sum", {"row_sum": rows[..., :1]}),

@@ -121,17 +121,6 @@ def test_torch_dropout_and_values_of_another_head_size(libraries, qkv):
     torch.testing.assert_close(padded, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_torch_autocast(libraries, qkv, precision):
-    torch = libraries["torch"]
-    with torch.autocast("cpu", getattr(torch, precision)):
-        projected = [x @ torch.eye(x.shape[-1]) for x in qkv]
-        message = refused(TypeError, drop_in, *projected)
-        context = re.search(r"under torch\.autocast call forge within (torch\.\S+ \S+\))", message)
-        with eval(context[1], libraries):
-            assert bool(torch.isfinite(drop_in(*(x @ torch.eye(x.shape[-1]) for x in qkv))).all())
-
-
 def test_jax_second_derivatives(rng):
     jax = need("jax")
     import forge.jax

@@ -216,23 +216,6 @@ def test_a_second_derivative_is_refused(rng):
         dq.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_is_refused_with_advice(rng, dtype):
-    q, k, v, _ = tensors(rng, B=1, Tq=4)
-    with pytest.raises(TypeError, match=rf"k must be torch.float32 .*{dtype}.*k\.float\(\)"):
-        ft.attention(q, k.to(getattr(torch, dtype)), v)
-
-
-def test_autocast_is_refused_with_advice(rng):
-    q, k, v, _ = tensors(rng, B=1, Tq=4, H=1, hd=4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        projected = torch.nn.functional.linear(q, torch.eye(4))
-        with pytest.raises(TypeError, match=r"autocast\('cpu', enabled=False\)"):
-            ft.attention(projected, k, v)
-        with torch.autocast("cpu", enabled=False):
-            ft.attention(projected.float(), k, v)
-
-
 def test_float64_wants_the_materialized_kernel(rng):
     q, k, v, _ = tensors(rng, np.float64, B=1, Tq=4)
     with pytest.raises(TypeError, match=r"q\.to\(torch\.float32\), .* or kernel='materialized'"):

@@ -127,17 +127,6 @@ def test_a_prompt_is_padded_on_the_left(llamas):
     assert ours.generate(prompt, attention_mask=mask, max_new_tokens=3).shape == (3, LENGTH + 3)
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_other_precisions_are_told_to_load_in_float32(tmp_path, precision):
-    model = build(CONFIGURATIONS["llama"](), "forge").to(getattr(torch, precision))
-    message = refused(model, tokens(1))
-    assert "load models with dtype=torch.float32" in message
-    model.save_pretrained(tmp_path)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    loaded = load(tmp_path, attn_implementation="forge", dtype=torch.float32)
-    assert bool(torch.isfinite(loaded(tokens(1)).logits).all())
-
-
 SMALL = {"vocab_size": 97, "pad_token_id": 0}
 WITH_DROPOUT = {  # model type: (configuration, the name of its dropout)
     "llama": (CONFIGURATIONS["llama"], "attention_dropout"),
