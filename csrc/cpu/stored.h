@@ -111,6 +111,15 @@ FORGE_INLINE HalfVec rounded(Vec x, Float16) {
 #endif
 }
 
+// Two neighbours a lane, as they lie in memory, and the float32 of each.
+FORGE_INLINE Vec load_pairs(const BFloat16* from) {
+  Vec pairs;
+  std::memcpy(&pairs, from, sizeof pairs);
+  return pairs;
+}
+FORGE_INLINE Vec even_of_pairs(Vec pairs) { return (Vec)((BitsVec)pairs << 16); }
+FORGE_INLINE Vec odd_of_pairs(Vec pairs) { return (Vec)((BitsVec)pairs & 0xffff0000u); }
+
 template <typename Half>
 FORGE_INLINE Vec load_half(const Half* from) {
   HalfVec bits;

@@ -1,6 +1,8 @@
 // The inner loops of decode: a few rows of one or two kv heads against some keys.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/forward/kernel.h"
 #include "cpu/key_tiles.h"
 #include "cpu/pack.h"
@@ -94,6 +96,33 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, 
                                const Map& map, PairPlace place, Real* scores) {
   Vec acc[Heads * Rows] = {}, before[Heads * Rows] = {};
   Int64 d = 0;
+  if constexpr (std::is_same_v<Stored, BFloat16>) {
+    // Two channels a lane: half as many lanes to transpose.
+    for (; d + 2 * kLanes <= hd; d += 2 * kLanes) {
+      if (d > 0 && d % kChainChannels == 0) next_chain(d, acc, before);
+      FORGE_UNROLL
+      for (int head = 0; head < Heads; ++head) {
+        Vec block[kLanes];
+        const Stored* first = k.first + head * k.head_stride + d;
+        FORGE_UNROLL
+        for (int i = 0; i < kLanes; i += 4) {
+          FORGE_UNROLL
+          for (int j = i; j < i + 4; ++j) block[j] = load_pairs(first + j * k.stride);
+          transpose_quads(block[i], block[i + 1], block[i + 2], block[i + 3]);
+        }
+        transpose_parts(block);
+        FORGE_UNROLL
+        for (int i = 0; i < kLanes; ++i) {
+          const Vec even = even_of_pairs(block[i]), odd = odd_of_pairs(block[i]);
+          FORGE_UNROLL
+          for (int r = head * Rows; r < (head + 1) * Rows; ++r) {
+            acc[r] = chain_step(broadcast(q[r][d + 2 * i]), even, acc[r]);
+            acc[r] = chain_step(broadcast(q[r][d + 2 * i + 1]), odd, acc[r]);
+          }
+        }
+      }
+    }
+  }
   for (; d + kLanes <= hd; d += kLanes) {
     if (d > 0 && d % kChainChannels == 0) next_chain(d, acc, before);
     FORGE_UNROLL
