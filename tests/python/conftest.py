@@ -26,11 +26,13 @@ ONCE = [
 # On a device the demo and the pages still say something, on another CPU target no more.
 PROGRAMS = ["test_cli", "test_demo", "test_docs"]
 PEERS = ["test_jax", "test_jax_programs", "test_mlx", "test_recommendations", "test_torch"]
-PEERS += ["test_transformers", "test_transformers_models", "test_transformers_refusals"]
+PEERS += ["test_transformers", "test_transformers_half", "test_transformers_models"]
+PEERS += ["test_transformers_refusals"]
+HALF = ["test_half", "test_torch_half", "test_transformers_half"]  # the shaders take float32
 IGNORED = {
     "all": [],
     "target": ONCE + PROGRAMS + PEERS,
-    "device": [*ONCE, "test_half", "test_torch_half"],  # the shaders take float32
+    "device": ONCE + HALF,
     "quick": ONCE + PROGRAMS + PEERS,
 }
 collect_ignore = [f"{module}.py" for module in IGNORED[SCOPE]]

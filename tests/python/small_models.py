@@ -19,7 +19,7 @@ SIZES = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 512,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
@@ -39,6 +39,9 @@ CONFIGURATIONS = {
         **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
     ),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
+    "gpt2": lambda: transformers.GPT2Config(
+        **SIZES, n_inner=64, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0
+    ),
 }
 PADDING = {"none": (0, 0, 0), "left": (11, 0, 3), "right": (-11, 0, -3)}
 
@@ -53,11 +56,11 @@ def registered():
     torch.set_num_threads(threads)
 
 
-def build(configuration, implementation, **changes):
+def build(configuration, implementation, seed=0, **changes):
     configuration = copy.deepcopy(configuration)
     for name, value in changes.items():
         setattr(configuration, name, value)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(
         configuration, attn_implementation=implementation
     ).eval()
