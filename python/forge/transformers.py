@@ -2,7 +2,9 @@
 
 import forge.transformers
 forge.transformers.register()
-model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="forge", dtype="float32")
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="forge")
+
+Models in float32, bfloat16 and float16, and float32 ones under torch.autocast, on the CPU.
 """
 
 from __future__ import annotations
