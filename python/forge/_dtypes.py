@@ -123,10 +123,10 @@ def wrong_dtype(name: str, dtype: object, value: object) -> str:
     return f"{said}; pass {as_float(name, value)}, a copy"
 
 
-def wrong_precision(name: str, dtype: object, expected: object, value: object, like: str) -> str:
+def wrong_precision(name: str, dtype: str, expected: str, value: object, like: str) -> str:
     """Say that an array is of another dtype than the array ``like``."""
     said = f"{name} must be {expected} as {like} is, got {dtype}"
-    return f"{said}; pass {as_float(name, value, str(expected).rpartition('.')[2])}, a copy"
+    return f"{said}; pass {as_float(name, value, expected)}, a copy"
 
 
 def half_for_materialized(name: str, dtype: object, value: object) -> str:

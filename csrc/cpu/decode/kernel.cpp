@@ -24,7 +24,6 @@ struct RowGroup {
   int heads;
   int rows;  // a head
   const Real* q[kGroupRows];
-  Real* widened;            // room for the queries of halves
   Real* parts[kGroupRows];  // of the tile at hand
   Real* totals[kGroupRows];
   IndexRange keys[kGroupRows];  // that each sees
@@ -182,7 +181,7 @@ IndexRange start_group(const ForwardCall& call, const DecodeTask& task, Int64 he
   for (Int64 head = head_begin; head < head_begin + heads; ++head) {
     RowCursor at = row_cursor(params, head, 0);
     for (Int64 r = 0; r < rows; ++r, ++row, at.next()) {
-      group.q[row] = query_row(call, task.b, at, group.widened + row * kMaxHeadDim);
+      group.q[row] = query_row(call, task.b, at, task.queries + row * query_floats(params.hd));
       const Int64 place = (head * rows + r) * floats;
       group.parts[row] = task.parts.first + place;
       group.totals[row] = nullptr;
@@ -219,10 +218,8 @@ void run_task(const ForwardCall& call, const DecodeTask& task, const Stored* k_a
   const AttnParams& params = call.params;
   const Int64 heads_at_once = larger(1, kGroupRows / rows_of_group(params));
   const Int64 step = tile_keys(params.hd);
-  alignas(64) Real widened[kGroupRows * kMaxHeadDim];  // touched where q is of halves
   for (Int64 head = task.heads.begin; head < task.heads.end; head += heads_at_once) {
     RowGroup group;
-    group.widened = widened;
     const Int64 heads = smaller(heads_at_once, task.heads.end - head);
     const IndexRange any = start_group(call, task, head, heads, group);
     for (Int64 tile = task.tiles.begin; tile < task.tiles.end; ++tile) {
@@ -294,6 +291,6 @@ void merge_parts(const ForwardCall& call, const MergeTask& task) {
 }  // namespace
 
 extern const DecodeKernels kDecodeKernels;
-const DecodeKernels kDecodeKernels = {kMostRows, run, merge_parts};
+const DecodeKernels kDecodeKernels = {kMostRows, kGroupRows, run, merge_parts};
 
 }  // namespace forge::cpu::FORGE_TARGET

@@ -14,18 +14,26 @@ void run_decode(const Forward& forward) {
   // Of heads: the more there are, the less the memory is read in its order.
   const Int64 groups =
       std::clamp<Int64>(wanted_tasks(threads) / (plan.sequences * plan.splits), 1, Hkv);
-  const Scratch scratch(static_cast<std::size_t>(plan.floats_in_all()) * sizeof(float));
+  // Each worker's queries, widened.
+  const Int64 room = is_half(forward.call.q.dtype)
+                         ? forward.kernels.decode.group_rows * query_floats(forward.call.params.hd)
+                         : 0;
+  const Scratch scratch(static_cast<std::size_t>(plan.floats_in_all() + threads * room) *
+                        sizeof(float));
   float* memory = reinterpret_cast<float*>(scratch.data());
-  run_splits(forward, plan, groups, memory, threads, [&](const KeySplit& split, Int64 group, int) {
-    DecodeTask task;
-    task.b = split.b;
-    task.band = forward.band(task.b);
-    task.heads = {group * Hkv / groups, (group + 1) * Hkv / groups};
-    task.tiles = split.tiles;
-    task.parts = split.parts;
-    task.totals = split.totals;
-    forward.kernels.decode.run(forward.call, task);
-  });
+  float* queries = memory + plan.floats_in_all();
+  run_splits(forward, plan, groups, memory, threads,
+             [&](const KeySplit& split, Int64 group, int worker) {
+               DecodeTask task;
+               task.b = split.b;
+               task.band = forward.band(task.b);
+               task.heads = {group * Hkv / groups, (group + 1) * Hkv / groups};
+               task.tiles = split.tiles;
+               task.parts = split.parts;
+               task.totals = split.totals;
+               task.queries = queries + worker * room;
+               forward.kernels.decode.run(forward.call, task);
+             });
 }
 
 }  // namespace forge::cpu

@@ -88,6 +88,18 @@ FORGE_INLINE void next_chain(Int64 d, Vec (&acc)[N], Vec (&before)[N]) {
   }
 }
 
+// A vector of each of kLanes rows, transposed.
+template <typename Load>
+FORGE_INLINE void load_transposed(Vec (&block)[kLanes], const Load& load_row) {
+  FORGE_UNROLL
+  for (int i = 0; i < kLanes; i += 4) {  // by four: what is loaded stays in registers
+    FORGE_UNROLL
+    for (int j = i; j < i + 4; ++j) block[j] = load_row(j);
+    transpose_quads(block[i], block[i + 1], block[i + 2], block[i + 3]);
+  }
+  transpose_parts(block);
+}
+
 // The same straight from rows of keys, kLanes of them, that are transposed in registers: each line
 // of memory is loaded once, whole. Heads: kv heads side by side, so that several chains run even
 // with one row a head.
@@ -104,13 +116,9 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, 
       for (int head = 0; head < Heads; ++head) {
         Vec block[kLanes];
         const Stored* first = k.first + head * k.head_stride + d;
-        FORGE_UNROLL
-        for (int i = 0; i < kLanes; i += 4) {
-          FORGE_UNROLL
-          for (int j = i; j < i + 4; ++j) block[j] = load_pairs(first + j * k.stride);
-          transpose_quads(block[i], block[i + 1], block[i + 2], block[i + 3]);
-        }
-        transpose_parts(block);
+        load_transposed(block, [&](int row) __attribute__((always_inline)) {
+          return load_pairs(first + row * k.stride);
+        });
         FORGE_UNROLL
         for (int i = 0; i < kLanes; ++i) {
           const Vec even = even_of_pairs(block[i]), odd = odd_of_pairs(block[i]);
@@ -129,13 +137,9 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, 
     for (int head = 0; head < Heads; ++head) {
       Vec block[kLanes];
       const Stored* first = k.first + head * k.head_stride + d;
-      FORGE_UNROLL
-      for (int i = 0; i < kLanes; i += 4) {  // by four: what is loaded stays in registers
-        FORGE_UNROLL
-        for (int j = i; j < i + 4; ++j) block[j] = load(first + j * k.stride);
-        transpose_quads(block[i], block[i + 1], block[i + 2], block[i + 3]);
-      }
-      transpose_parts(block);
+      load_transposed(block, [&](int row) __attribute__((always_inline)) {
+        return load(first + row * k.stride);
+      });
       FORGE_UNROLL
       for (int i = 0; i < kLanes; ++i) {
         FORGE_UNROLL
