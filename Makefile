@@ -143,11 +143,12 @@ $(VENV)/.installed: $(VENV)/.tools pyproject.toml CMakeLists.txt README.md \
 	$(PIP) install --quiet --no-build-isolation -C build-dir=build/wheel .
 	@touch $@
 
+# pip itself too: that of an older Python does not know -C.
 $(VENV)/.tools $(SOFTWARE)/.tools:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "forge needs Python 3.10 or later; set PYTHON=python3.x"; exit 1; }
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet "scikit-build-core>=0.10" "pybind11>=2.13" "cmake>=3.23" ninja
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet "pip>=23.1" "scikit-build-core>=0.10" "pybind11>=2.13" "cmake>=3.23" ninja
 	@touch $@
 
 clean:
