@@ -21,13 +21,15 @@ import forge
 from forge import _forge
 from forge._bench import cli as _bench
 from forge._check import run as _check
+from forge._check.problems import KERNELS
 
 _CHECK_HELP = """\
 Run forge's kernels, forward and backward, on this machine: every backend that is usable here (the
 CPU with each of its instruction sets), every kernel family, one problem for each option and for odd
-sizes. Results are held against a float64 evaluation in plain NumPy; the materialized kernels also
-against the CPU's, bit for bit. Takes well under a minute. The output is Markdown, made to be pasted
-into a bug report."""
+sizes, in float32 and, of the fused family, in float16 and bfloat16 (ml_dtypes need not be there).
+Results are held against a float64 evaluation in plain NumPy; the materialized kernels also against
+the CPU's, bit for bit. Takes well under a minute. The output is Markdown, made to be pasted into a
+bug report."""
 
 
 def machine() -> dict[str, Any]:
@@ -50,7 +52,7 @@ def machine() -> dict[str, Any]:
 def _runs_on(backend: str) -> dict[str, Any]:
     """Say what a call on the backend ends up on: the CPU target, or the GPU and its library."""
     x = np.zeros((1, 1, 1, 1), np.float32)
-    for kernel in _check.KERNELS:
+    for kernel in KERNELS:
         try:
             forge.attention(x, x, x, kernel=kernel, backend=backend)
         except Exception as error:
@@ -125,23 +127,19 @@ def _row(outcome: _check.Outcome, names: Sequence[str]) -> list[str]:
     return [*cells, "yes" if outcome.same_bits else "**no**", result]
 
 
-def _section(report: _check.Report, device: str, kernel: str) -> str:
-    """Return the table of one device and kernel family."""
-    single = kernel == "single kernels"
-    found = [
-        outcome
-        for outcome in report.outcomes
-        if outcome.device.name == device
-        and (outcome.kernel not in _check.KERNELS if single else outcome.kernel == kernel)
-    ]
+def _section(report: _check.Report, device: str, section: str) -> str:
+    """Return the table of one device and section."""
+    single = section == _check.SINGLE
+    found = [x for x in report.outcomes if x.device.name == device and x.section == section]
     if found and all(outcome.refused == found[0].refused != "" for outcome in found):
-        return f"## {device}, {kernel}\n\nnot served: {found[0].refused}"
+        return f"## {device}, {section}\n\nnot served: {found[0].refused}"
     names = list(dict.fromkeys(name for outcome in found for name in outcome.errors))
-    lines = [f"## {device}, {kernel}"]
-    run = report.runs.get((device, kernel))
+    lines = [f"## {device}, {section}"]
+    run = report.runs.get((device, section))
     if run is not None:
         lines.append(f"last_run: {_pairs(run)}")
-    bits = "repeats" if kernel == "fused" else f"bits of {report.reference}"
+    repeats = all(outcome.kernel == "fused" for outcome in found)
+    bits = "repeats" if repeats else f"bits of {report.reference}"
     first = ["kernel", "problem"] if single else ["problem"]
     rows = [
         [*([outcome.kernel] if single else []), outcome.problem, *_row(outcome, names)]
@@ -157,11 +155,13 @@ def _check_markdown(about: dict[str, Any], report: _check.Report) -> str:
         parts.append(
             "Cells: largest error against float64 / bound it is held to. fused: 2x (gradients 3x) "
             "the error of plain float32 NumPy, plus 4 * 2^-24 of the largest sum of terms; "
-            "materialized: double that."
+            "materialized: double that. In half precision each element is held to its own bound, "
+            "fused's and one rounding: 2^-11 (float16) or 2^-8 (bfloat16) of the value, and half "
+            "the type's smallest number; the cell shows the element that comes nearest to it."
         )
     for device in dict.fromkeys(outcome.device.name for outcome in report.outcomes):
-        for kernel in (*_check.KERNELS, "single kernels"):
-            parts.append(_section(report, device, kernel))
+        for section in _check.SECTIONS:
+            parts.append(_section(report, device, section))
     parts.append(f"**{report.verdict}**")
     return "\n\n".join(parts)
 
@@ -176,13 +176,14 @@ def _check_json(about: dict[str, Any], report: _check.Report) -> dict[str, Any]:
         "verdict": report.verdict,
         "reference": report.reference,
         "runs": [
-            {"device": device, "family": family, "last_run": run}
-            for (device, family), run in report.runs.items()
+            {"device": device, "section": section, "last_run": run}
+            for (device, section), run in report.runs.items()
         ],
         "checks": [
             {
                 "device": outcome.device.name,
                 "kernel": outcome.kernel,
+                "half_precision": outcome.in_half,
                 "problem": outcome.problem,
                 "ok": outcome.ok,
                 "errors": {

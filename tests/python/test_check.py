@@ -11,18 +11,20 @@ import oracle
 import pytest
 from forge import _cli, _forge
 from forge._check import run as _check
-from forge._check.plain import Answer
-from forge._check.problems import PROBLEMS
+from forge._check.plain import Answer, from_bfloat16, to_bfloat16
+from forge._check.problems import HALF_PROBLEMS, PROBLEMS
 
 FEW = tuple(p for p in PROBLEMS if p.name in ("causal, window 17", "all together"))
+FEW_HALF = tuple(p for p in HALF_PROBLEMS if p.name.endswith("16: all together"))
 
 REFUSAL = "backend must be one that can serve this call"
 
 
 @pytest.fixture
 def few(monkeypatch):
-    """Two problems, and one for the kernels one by one, are enough to see a fault."""
+    """A few problems, and one for the kernels one by one, are enough to see a fault."""
     monkeypatch.setattr(_check, "PROBLEMS", FEW)
+    monkeypatch.setattr(_check, "HALF_PROBLEMS", FEW_HALF)
     monkeypatch.setattr(_check, "SINGLE_KERNEL_PROBLEMS", FEW[1:])
 
 
@@ -54,6 +56,14 @@ def test_the_problems_cover_every_option():
     dead = [p for p in PROBLEMS if not Answer(p.inputs()).seen.any(2).all()]
     assert dead
     assert len({problem.name for problem in PROBLEMS}) == len(PROBLEMS)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("float32_query", [False, True])
+def test_half_precision_covers_tiles_decode_and_every_option(dtype, float32_query):
+    found = [p for p in HALF_PROBLEMS if (p.dtype, p.float32_query) == (dtype, float32_query)]
+    assert {name for problem in found for name in problem.options} == set(oracle.OPTIONS)
+    assert {problem.Tq for problem in found} >= {1, 67}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +125,45 @@ def test_a_wrong_number_fails_the_check(few, call, spoil, array, monkeypatch, ca
         error, bound = first["errors"][array]["error"], first["errors"][array]["bound"]
         assert error is None or error > bound  # None: a NaN
     assert not failed(report, "attention_fwd_f32")
+
+
+@pytest.mark.parametrize("wrong", ["rounded", "dv"])
+def test_a_half_that_is_not_the_nearest_fails_the_check(few, wrong, monkeypatch, capsys):
+    def to_the_next(arrays, _):
+        if wrong in arrays and arrays[wrong].dtype.itemsize == 2:
+            bits = arrays[wrong].view(np.uint16)
+            bits[-1, 40] += 1
+
+    spoil_runs(monkeypatch, "forward" if wrong == "rounded" else "backward", to_the_next)
+    status, report = checked(capsys)
+    assert status == 1
+    wrong_ones = [x for x in report["checks"] if not x["ok"]]
+    assert {x["half_precision"] for x in wrong_ones} == {True}
+    assert len({x["problem"] for x in wrong_ones}) == (2 if wrong == "rounded" else 4)
+
+
+def test_half_precision_is_checked_without_ml_dtypes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    monkeypatch.setattr(_check, "PROBLEMS", ())
+    monkeypatch.setattr(_check, "SINGLE_KERNEL_PROBLEMS", ())
+    report = _check.run("cpu")
+    assert report.ok
+    assert {outcome.section for outcome in report.outcomes} == {_check.IN_HALF}
+
+
+def test_half_precision_is_rounded_to_nearest_ties_to_even():
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy has bfloat16 from ml_dtypes only")
+    bits = np.random.default_rng(0).integers(0, 2**32, 200_000, np.uint32)
+    x = np.concatenate([bits, bits | 0x8000, bits & 0xFFFF0000 | 0x8000]).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        want = x.astype(ml_dtypes.bfloat16)
+    number = ~np.isnan(x)
+    assert (to_bfloat16(x)[number] == want.view(np.uint16)[number]).all()
+    every = np.arange(2**16, dtype=np.uint16)
+    assert np.isnan(from_bfloat16(to_bfloat16(x))[~number]).all()
+    np.testing.assert_array_equal(
+        from_bfloat16(every), every.view(ml_dtypes.bfloat16).astype(np.float32)
+    )
 
 
 def test_a_wrong_single_kernel_fails_the_check(few, monkeypatch, capsys):
@@ -249,6 +298,24 @@ def test_numbers_too_small_to_be_normal_may_be_flushed():
     assert not same([2.0**-126], [-(2.0**-126)])
     assert not same([1.0], [np.nextafter(np.float32(1), np.float32(2))])
     assert same([np.nan, -np.inf], [np.nan, -np.inf])
+
+
+NO_HALF = "half precision is not served yet"
+
+
+def test_a_gpu_without_half_precision_says_so_in_one_line(few, gpu, monkeypatch, capsys):
+    on_gpu = _forge.run
+
+    def refuse_half(call, arrays, *others):
+        if others[-1]["backend"] == "metal" and "k" in arrays and arrays["k"].dtype.itemsize == 2:
+            raise _forge.NotServedError(f"{REFUSAL}, got 'metal': {NO_HALF}")
+        return on_gpu(call, arrays, *others)
+
+    monkeypatch.setattr(_forge, "run", refuse_half)
+    assert _cli.main(["check", "--backend", "metal"]) == 0
+    assert f"half precision\n\nnot served: {REFUSAL}, got 'metal': {NO_HALF}\n" in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_backend_that_is_gone_half_way_is_a_fault(few, monkeypatch, capsys):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from forge._arrays import Array
-from forge._check.plain import Inputs, visible
+from forge._check.plain import Inputs, from_bfloat16, to_bfloat16, visible
+from forge._dtypes import BFloat16Bits
+
+KERNELS = ("fused", "materialized")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,9 @@ class Problem:
     dlse: bool = False
     hidden_nan: bool = False
     """Keys that nobody sees, and queries that see none, hold NaN: it may reach nothing."""
+    dtype: str = "float32"
+    float32_query: bool = False
+    """q and dout are float32 over k and v of ``dtype``."""
 
     @property
     def call_options(self) -> dict[str, Any]:
@@ -39,8 +45,28 @@ class Problem:
         heads = {"num_heads": self.H, "num_kv_heads": self.Hkv} if self.layout == "flat" else {}
         return {**self.options, **heads}
 
+    @property
+    def in_half(self) -> bool:
+        return self.dtype != "float32"
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Return the families that take it."""
+        return KERNELS[:1] if self.in_half else KERNELS
+
+    def dtype_of(self, name: str) -> str:
+        """Return the element type of an input or a result."""
+        if name in ("k", "v", "dk", "dv"):
+            return self.dtype
+        if name in ("q", "dout", "out", "dq"):
+            return "float32" if self.float32_query else self.dtype
+        return "float32"
+
     def inputs(self) -> Inputs:
-        """Return the arrays, the same ones each time; 4-D whatever the layout."""
+        """Return float32 arrays, the same ones each time; 4-D whatever the layout.
+
+        Of a problem in half precision they hold values that it has.
+        """
         rng = np.random.default_rng([ord(letter) for letter in self.name])
 
         def normal(*shape: int) -> Array:
@@ -54,8 +80,27 @@ class Problem:
             seen = visible(self.B, self.Tq, self.Tk, self.options)
             q[~seen.any(2)] = dout[~seen.any(2)] = np.nan
             k[~seen.any(1)] = v[~seen.any(1)] = np.nan
+        given = {"q": q, "k": k, "v": v, "dout": dout}
+        q, k, v, dout = (
+            widened(stored(x, self.dtype_of(name)), self.dtype_of(name))
+            for name, x in given.items()
+        )
         q, k, v = self._laid_out(q, k, v)
         return Inputs(q, k, v, dout, dlse, self.options)
+
+    def call_arrays(self, inputs: Inputs) -> list[Array]:
+        """Return q, k, v and dout as the public functions take them."""
+        arrays = [inputs.q, inputs.k, inputs.v, inputs.dout]
+        if self.in_half:
+            q, k, v, dout = (
+                stored(x, self.dtype_of(name))
+                for name, x in zip(("q", "k", "v", "dout"), arrays, strict=True)
+            )
+            arrays = [*self._laid_out(q, k, v), dout]
+        if self.layout == "flat":
+            arrays = [x.reshape(*x.shape[:2], -1) for x in arrays]
+        # NumPy may have no bfloat16: its bits under a name that forge knows.
+        return [x.view(BFloat16Bits) if x.dtype == np.uint16 else x for x in arrays]
 
     def _laid_out(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
         if self.layout == "packed":
@@ -65,6 +110,25 @@ class Problem:
             backwards = (np.ascontiguousarray(x.swapaxes(1, 2)[:, :, ::-1]) for x in (q, k, v))
             q, k, v = (x[:, :, ::-1].swapaxes(1, 2) for x in backwards)
         return q, k, v
+
+
+def stored(x: Array, dtype: str) -> Array:
+    """Return float32 values rounded to ``dtype``, C-contiguous; bfloat16 as bits in uint16."""
+    x = to_bfloat16(x) if dtype == "bfloat16" else x.astype(dtype)
+    return np.ascontiguousarray(x)
+
+
+def widened(x: Array, dtype: str) -> Array:
+    """Return the float32 values of an array that ``stored`` made or a call gave.
+
+    Raises:
+        TypeError: the array is of another dtype.
+    """
+    expected = "uint16" if dtype == "bfloat16" else dtype
+    if x.dtype != expected:
+        raise TypeError(f"a result must be {dtype}, got {x.dtype}")
+    x = np.ndarray.view(x, np.ndarray)
+    return from_bfloat16(x) if dtype == "bfloat16" else x.astype(np.float32)
 
 
 _ALL = {
@@ -125,6 +189,38 @@ PROBLEMS = (
     ),
     Problem("all together", Tk=131, H=6, Hkv=2, hd=48, options=_ALL, layout="strided", dlse=True),
 )
+
+_IN_HALF = (
+    "causal",
+    "window (9, 3)",
+    "8 heads over 2",
+    "key_start, key_end; NaN in the padding",
+    "slices of packed QKV",
+    "1 query, 300 keys",
+    "head dim 80",
+    "T 513, window 200",
+    "all together",
+)
+_OVER_HALF = ("causal", "1 query, 300 keys", "all together")
+
+
+def _in_half(dtype: str) -> list[Problem]:
+    return [
+        *(
+            replace(p, name=f"{dtype}: {p.name}", dtype=dtype)
+            for p in PROBLEMS
+            if p.name in _IN_HALF
+        ),
+        *(
+            replace(p, name=f"float32 over {dtype}: {p.name}", dtype=dtype, float32_query=True)
+            for p in PROBLEMS
+            if p.name in _OVER_HALF
+        ),
+    ]
+
+
+# The fused family's alone.
+HALF_PROBLEMS = (*_in_half("float16"), *_in_half("bfloat16"))
 
 # On these the four materialized kernels run one by one. None has NaN: d_row is not masked.
 SINGLE_KERNEL_PROBLEMS = tuple(

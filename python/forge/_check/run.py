@@ -1,7 +1,8 @@
 """Do the kernels give right numbers on this machine? What ``python -m forge check`` runs.
 
 Every backend that serves, with both kernel families, forward and backward, against float64 NumPy;
-the materialized kernels also one by one, and bit for bit against the CPU.
+the fused family in half precision too; the materialized kernels also one by one, and bit for bit
+against the CPU.
 """
 
 from __future__ import annotations
@@ -19,10 +20,19 @@ import forge
 from forge import kernels
 from forge._arrays import Array
 from forge._check.plain import GRADIENTS, Answer, Inputs
-from forge._check.problems import PROBLEMS, SINGLE_KERNEL_PROBLEMS, Problem
+from forge._check.problems import (
+    HALF_PROBLEMS,
+    KERNELS,
+    PROBLEMS,
+    SINGLE_KERNEL_PROBLEMS,
+    Problem,
+    widened,
+)
 from forge._forge import NotServedError
 
-KERNELS = ("fused", "materialized")
+IN_HALF = "fused, half precision"
+SINGLE = "single kernels"
+SECTIONS = ("fused", IN_HALF, "materialized", SINGLE)
 _SMALLEST = 2.0**-126  # the smallest normal float32: Apple's GPUs flush what is below
 
 Results = dict[str, Array]
@@ -60,15 +70,24 @@ class Outcome:
 
     device: Device
     kernel: str
+    """A family, or a single kernel."""
     problem: str
+    in_half: bool = False
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """For each array the largest error and its bound."""
+    """For each array the error of the element nearest to its bound, and this bound."""
     same_bits: bool | None = None
     """Whether a fused kernel repeats itself, a materialized one repeats the CPU's, in every bit."""
     refused: str = ""
     """Why the backend does not serve this call."""
     fault: str = ""
     """The exception, where the call raised one."""
+
+    @property
+    def section(self) -> str:
+        """Where a report shows it, one of SECTIONS."""
+        if self.in_half:
+            return IN_HALF
+        return self.kernel if self.kernel in KERNELS else SINGLE
 
     @property
     def ok(self) -> bool:
@@ -85,7 +104,7 @@ class Outcome:
 
 @dataclass
 class Report:
-    """All outcomes, and what last_run() said for each device and kernel."""
+    """All outcomes, and what last_run() said for each device and section."""
 
     backends: dict[str, dict[str, Any]]
     reference: str
@@ -112,14 +131,18 @@ class Report:
         if failed:
             parts.append(f"{len(failed)} of {len(self.ran)} checks failed")
         elif self.ran:
-            worst = max(outcome.worst for outcome in self.ran)
-            parts.append(
-                f"{len(self.ran)} checks, largest error {worst:.0%} of its bound, "
-                "all bits as promised"
-            )
+            parts.append(f"{len(self.ran)} checks, {self._worst()}, all bits as promised")
         if refused:
             parts.append(f"{refused} not served")
         return ("OK: " if self.ok else "FAILED: ") + "; ".join(parts)
+
+    def _worst(self) -> str:
+        worst = {
+            half: max((x.worst for x in self.ran if x.in_half == half), default=0.0)
+            for half in (False, True)
+        }
+        said = f"largest error {worst[False]:.0%} of its bound"
+        return said + (f" ({worst[True]:.0%} where it is rounded to a half)" if worst[True] else "")
 
 
 def _devices(backends: Iterable[str]) -> list[Device]:
@@ -140,17 +163,15 @@ def _reference_device() -> Device:
 
 
 def _whole(problem: Problem, inputs: Inputs, device: Device, kernel: str) -> Results:
-    """Forward and backward through the public functions."""
-    arrays = [inputs.q, inputs.k, inputs.v, inputs.dout]
-    if problem.layout == "flat":
-        arrays = [x.reshape(*x.shape[:2], -1) for x in arrays]
-    q, k, v, dout = arrays
+    """Forward and backward through the public functions; results in float32."""
+    q, k, v, dout = problem.call_arrays(inputs)
     with device.chosen():
         out, saved = forge.attention_forward(
             q, k, v, **problem.call_options, kernel=kernel, backend=device.backend
         )
         gradients = forge.attention_backward(dout, saved, dlse=inputs.dlse)
     results = {"out": out, "lse": saved.lse, **dict(zip(GRADIENTS, gradients, strict=True))}
+    results = {name: widened(x, problem.dtype_of(name)) for name, x in results.items()}
     return results if kernel == "fused" else {**results, "p": saved.probs}
 
 
@@ -220,20 +241,20 @@ class _Checker:
     def measure(
         self,
         outcome: Outcome,
-        answer: Answer,
+        held: Callable[[str, Array], tuple[float, float]],
         call: Callable[[], Results],
         again: Callable[[], Results],
     ) -> None:
-        """Hold what ``call`` gives against float64 and, bit for bit, against ``again``."""
+        """Hold what ``call`` gives against float64 and, bit for bit, against ``again``.
+
+        ``held`` gives a result's error and its bound.
+        """
         self.report.outcomes.append(outcome)
-        family = "fused" if outcome.kernel == "fused" else "materialized"
         try:
             got = call()
-            self.report.runs.setdefault((outcome.device.name, family), forge.last_run() or {})
-            outcome.errors = {
-                name: (answer.error(name, value), answer.bound(name, family))
-                for name, value in got.items()
-            }
+            where = (outcome.device.name, outcome.section)
+            self.report.runs.setdefault(where, forge.last_run() or {})
+            outcome.errors = {name: held(name, value) for name, value in got.items()}
             outcome.same_bits = same_bits(got, again())
         except Exception as error:
             # Any other ValueError is a fault, the problems here being valid.
@@ -243,7 +264,7 @@ class _Checker:
                 outcome.fault = _words(error)
 
     def whole(self, problem: Problem, devices: Iterable[Device]) -> None:
-        """Forward and backward, on every device with both families."""
+        """Forward and backward, on every device with the families that take the problem."""
         inputs = problem.inputs()
         answer = Answer(inputs)
 
@@ -251,11 +272,15 @@ class _Checker:
         def reference() -> Results:
             return _whole(problem, inputs, self.reference, "materialized")
 
+        def held(name: str, value: Array, kernel: str) -> tuple[float, float]:
+            return answer.worst(name, value, kernel, problem.dtype_of(name))
+
         for device in devices:
-            for kernel in KERNELS:
+            for kernel in problem.kernels:
                 call = functools.partial(_whole, problem, inputs, device, kernel)
                 again = call if kernel == "fused" else reference
-                self.measure(Outcome(device, kernel, problem.name), answer, call, again)
+                outcome = Outcome(device, kernel, problem.name, problem.in_half)
+                self.measure(outcome, functools.partial(held, kernel=kernel), call, again)
                 self.tick()
 
     def single(self, problem: Problem, devices: Iterable[Device]) -> None:
@@ -267,14 +292,18 @@ class _Checker:
             for step in _single_kernels(inputs, self.reference, exact).values():
                 exact.update(step())
         except Exception as error:
-            fault = Outcome(self.reference, "single kernels", problem.name)
+            fault = Outcome(self.reference, SINGLE, problem.name)
             fault.fault = _words(error)
             self.report.outcomes.append(fault)
             return
+
+        def held(name: str, value: Array) -> tuple[float, float]:
+            return answer.worst(name, value, "materialized", "float32")
+
         for device in devices:
             for name, step in _single_kernels(inputs, device, exact).items():
                 outcome = Outcome(device, name, problem.name)
-                self.measure(outcome, answer, step, lambda: exact)
+                self.measure(outcome, held, step, lambda: exact)
             self.tick()
 
 
@@ -299,10 +328,12 @@ def run(
     devices = _devices(name for name in asked if backends[name]["ok"])
     if only is not None and not backends[only]["ok"]:
         report.unusable[only] = backends[only]["reason"]
-    steps = len(devices) * (len(KERNELS) * len(PROBLEMS) + len(SINGLE_KERNEL_PROBLEMS))
+    whole = (*PROBLEMS, *HALF_PROBLEMS)
+    calls = sum(len(problem.kernels) for problem in whole)
+    steps = len(devices) * (calls + len(SINGLE_KERNEL_PROBLEMS))
     with (progress or _no_progress)(steps) as tick:
         checker = _Checker(report, reference, tick)
-        for problem in PROBLEMS if devices else ():
+        for problem in whole if devices else ():
             checker.whole(problem, devices)
         for problem in SINGLE_KERNEL_PROBLEMS if devices else ():
             checker.single(problem, devices)
