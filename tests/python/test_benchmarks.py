@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import forge
@@ -12,10 +13,11 @@ import pytest
 from forge._bench import command
 from forge._bench.cases import CASES, Case, parse_shape, variants
 from forge._bench.measure import Measured
-from forge._bench.peers import PEERS
-from forge._bench.report import caveats
-from forge._bench.runs import fastest_other, lead, make_record
+from forge._bench.peers import PEERS, Unsupported
+from forge._bench.report import caveats, of_float32
+from forge._bench.runs import fastest_other, lead, make_record, peer_and_dtype
 from forge._bench.truth import WrongAnswerError, check_rows, check_whole
+from forge._check.halves import UNITS
 from forge._check.plain import evaluate
 from oracle import Problem
 
@@ -77,12 +79,13 @@ def test_the_json_holds_samples_and_shares(results):
         pairs = 24 * 25 // 2 if causal else 24 * 24
         flops = {"forward": 4, "backward": 10}[mode] * 4 * 8 * pairs
         assert record["gflop"] == pytest.approx(flops / 1e9)
-        assert set(record["peers"]) == {"numpy", "forge"}
-        for row in record["peers"].values():
+        assert set(record["peers"]) == {"numpy", "forge", "forge bfloat16", "forge float16"}
+        for name, row in record["peers"].items():
             assert len(row["samples"]) == 3
             assert row["seconds"] == sorted(row["samples"])[1]
             assert row["gflops"] == pytest.approx(record["gflop"] / row["seconds"])
-            assert row["error"] < 1e-5
+            unit = UNITS.get(peer_and_dtype(name)[1], (0.0,))[0]
+            assert unit / 16 < row["error"] < 1e-5 + unit
             if record["peak_gflops"] is not None:
                 assert row["peak_share"] == pytest.approx(row["gflops"] / record["peak_gflops"])
     if data["peak_target"] is not None:
@@ -94,8 +97,11 @@ def test_the_table_shows_every_case_and_peer(results):
     text = results[".md"].read_text()
     for heading in ("Forward, causal", "Forward, full", "Backward, causal", "Backward, full"):
         assert f"## {heading}\n" in text
-    assert text.count("| **1x24x4x2x8** B 1, T 24, H 4/2, hd 8 |") == 4
+    assert text.count("| **1x24x4x2x8** B 1, T 24, H 4/2, hd 8 |") == 8  # in half precision too
     assert text.count("| case | peak | numpy | forge | x |") == 4
+    half = ["forge bfloat16 | x | of float32", "forge float16 | x | of float32"]
+    assert text.count(f"| case | {half[0]} | {half[1]} |") == 4
+    assert "## Backward, full, half precision\n" in text
     assert f"]({results['.png'].name})" in text
     assert "- **a quick run: short turns, few rounds**\n" in text
 
@@ -128,6 +134,8 @@ def test_a_second_run_of_the_day_keeps_the_first(results, tmp_path):
         (["--shapes", "1x2x3"], "shape must be BxTxHxHkvxhd or one of 128"),
         (["--shapes", "1x8x3x2x8"], "shape must be"),
         (["--modes", "sideways"], "modes must be of forward, backward, got 'sideways'"),
+        (["--dtypes", "int8"], "dtypes must be of float32, bfloat16, float16, got 'int8'"),
+        (["--dtypes", ""], "dtypes must be of float32, bfloat16, float16, got none"),
         (["--rounds", "0"], "must be at least 1, got 0"),
     ],
 )
@@ -237,6 +245,53 @@ def test_the_lead_is_over_the_fastest_other_peer():
     assert lead(record) is None
 
 
+def test_in_half_precision_the_lead_is_over_peers_of_the_same_type():
+    seconds = {"forge": 4.0, "torch": 9.0, "forge float16": 2.0, "torch float16": 8.0}
+    samples = {name: [value] * 3 for name, value in seconds.items()}
+    record = make_record(CASES["decg"], "forward", Measured(samples, [], [2.0], []))
+    assert lead(record) == 9.0 / 4
+    assert lead(record, "float16") == 4.0
+    assert lead(record, "bfloat16") is None
+    assert of_float32(record, "float16") == 0.5
+    rates = {name: row["kv_gbs"] for name, row in record["peers"].items()}
+    assert rates["forge float16"] == rates["forge"] == 4 * rates["torch float16"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_forge_is_held_to_one_rounding_and_others_to_a_few(dtype):
+    small = replace(CASES["512g"].miniature(), dtype=dtype)
+    inputs = small.inputs()
+    runner = PEERS["forge"].load()(small, inputs, 1)
+    assert check_whole(runner, small, inputs) < UNITS[dtype][0]
+    assert check_rows(runner, small, inputs) < UNITS[dtype][0]
+    as_output, unit = runner.as_output, UNITS[dtype][0]
+    runner.as_output = lambda out: as_output(out) * np.float32(1 + 1.5 * unit)
+    for check in (check_whole, check_rows):
+        with pytest.raises(WrongAnswerError, match=r"^out is off by"):
+            check(runner, small, inputs)
+    runner.rounds_once = False
+    check_whole(runner, small, inputs)
+    runner.as_output = lambda out: as_output(out) * np.float32(1 + 6 * unit)
+    with pytest.raises(WrongAnswerError, match=r"^out is off by"):
+        check_whole(runner, small, inputs)
+
+
+@pytest.mark.parametrize(
+    ("peer", "dtype"),
+    [(name, dtype) for name, peer in PEERS.items() for dtype in peer.dtypes if dtype != "float32"],
+)
+@pytest.mark.parametrize("case", ["128", "2kwin", "2kcap", "decg"])
+def test_the_peers_in_half_precision_pass_the_checks(peer, dtype, case):
+    small = replace(CASES[case].miniature(), dtype=dtype)
+    inputs = small.inputs()
+    try:
+        runner = PEERS[peer].load()(small, inputs, 1)
+    except Unsupported as reason:
+        pytest.skip(str(reason))
+    assert 0 < check_whole(runner, small, inputs) < 4 * UNITS[dtype][0] + 1e-5
+    assert 0 < check_rows(runner, small, inputs) < 4 * UNITS[dtype][0] + 1e-5
+
+
 def test_forge_bench_prints_a_table():
     run = call("forge", "bench", "--rounds", "2", *TINY)
     assert run.returncode == 0, run.stderr
@@ -247,11 +302,12 @@ def test_forge_bench_prints_a_table():
 
 
 def test_forge_bench_prints_json_and_nothing_else():
-    run = call("forge", "bench", "--json", "--rounds", "2", "--modes", "forward", *TINY)
+    few = ("--modes", "forward", "--dtypes", "float32,float16")
+    run = call("forge", "bench", "--json", "--rounds", "2", *few, *TINY)
     assert run.returncode == 0, run.stderr
     data = json.loads(run.stdout)
     [record] = data["records"]
-    assert set(record["peers"]) == {"numpy", "forge"}
+    assert set(record["peers"]) == {"numpy", "forge", "forge float16"}
     assert record["peak_gflops"] is None
     assert data["settings"]["threads"] == 1
 
@@ -286,6 +342,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_runs(tmp_pa
 def test_forge_that_was_left_out_is_a_failure():
     left_out = {"peer": "forge", "case": "1k", "reason": "dq is off by 1e-2"}
     assert command.exit_status({"records": [1], "left_out": [left_out]}) == 1
+    half = {**left_out, "peer": "forge bfloat16"}
+    assert command.exit_status({"records": [1], "left_out": [half]}) == 1
     assert command.exit_status({"records": [1], "left_out": [{**left_out, "peer": "jax"}]}) == 0
     assert command.exit_status({"records": [1], "left_out": [], "interrupted": True}) == 130
 

@@ -11,7 +11,8 @@ import oracle
 import pytest
 from forge import _cli, _forge
 from forge._check import run as _check
-from forge._check.plain import Answer, from_bfloat16, to_bfloat16
+from forge._check.halves import from_bfloat16, to_bfloat16
+from forge._check.plain import Answer
 from forge._check.problems import HALF_PROBLEMS, PROBLEMS
 
 FEW = tuple(p for p in PROBLEMS if p.name in ("causal, window 17", "all together"))

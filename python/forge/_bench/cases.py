@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from forge._arrays import Array
+from forge._check.halves import ITEM_BYTES, rounded
 from forge._check.plain import Inputs, visible
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # times head dim: 2 and 5 products, 2 flops a term
-FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Case:
     causal: bool = True
     window: int | None = None  # keys a query sees, itself included; causal only
     softcap: float | None = None
+    dtype: str = "float32"
 
     @property
     def scale(self) -> float:
@@ -62,12 +63,16 @@ class Case:
         return None if seen.all() else seen
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Normal values: q, dout [B, Tq, H, hd] and k, v [B, Tk, Hkv, hd], C-contiguous."""
+        """Normal values: q, dout [B, Tq, H, hd] and k, v [B, Tk, Hkv, hd], C-contiguous.
+
+        In float32 arrays, whatever the dtype, which has these values.
+        """
         rng = np.random.default_rng(seed)
         query = (self.B, self.Tq, self.H, self.hd)
         key = (self.B, self.Tk, self.Hkv, self.hd)
         q, k, v, dout = (
-            rng.standard_normal(shape, dtype=np.float32) for shape in (query, key, key, query)
+            rounded(rng.standard_normal(shape, dtype=np.float32), self.dtype)
+            for shape in (query, key, key, query)
         )
         return Inputs(q, k, v, dout, options=self.options)
 
@@ -84,7 +89,7 @@ class Case:
 
     def kv_bytes(self) -> int:
         """Bytes of keys and values: what a decode step has to read."""
-        return 2 * FLOAT_BYTES * self.B * self.Tk * self.Hkv * self.hd
+        return 2 * ITEM_BYTES[self.dtype] * self.B * self.Tk * self.Hkv * self.hd
 
     def modes(self, wanted: list[str]) -> list[str]:
         """Of the wanted modes, those that make sense: nobody trains on one query."""

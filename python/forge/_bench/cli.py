@@ -14,7 +14,8 @@ from forge._bench.report import markdown
 
 HELP = """\
 Time forge on the CPU beside the other attention implementations that are installed: PyTorch (on
-forge's arrays and in its own layout), onnxruntime, JAX, plain NumPy. Takes about half a minute and
+forge's arrays and in its own layout), onnxruntime, JAX, plain NumPy; in float32, bfloat16 and
+float16, as far as each has them. Takes a minute or two, with --dtypes float32 half of that, and
 wants an otherwise quiet machine.
 
 How it measures: all peers live in one process. Each first computes a small problem of the same kind

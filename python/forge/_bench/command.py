@@ -18,7 +18,8 @@ from forge._bench.measure import Method
 from forge._bench.peers import PEERS
 from forge._bench.progress import Progress
 from forge._bench.report import markdown
-from forge._bench.runs import Benchmark, Plan, Results
+from forge._bench.runs import Benchmark, Plan, Results, peer_and_dtype
+from forge._check.halves import DTYPES
 
 MODES = ("forward", "backward")
 _SET_UP = "FORGE_BENCH_SET_UP"  # in the environment once thread counts are
@@ -46,6 +47,8 @@ def add_options(parser: argparse.ArgumentParser, causal: str, rounds: str) -> No
         help="with the causal mask, without, or both (default: %(default)s)")  # fmt: skip
     add("--modes", type=_names, default=list(MODES), metavar="A,B",
         help="of forward, backward; both by default; decode has no backward")  # fmt: skip
+    add("--dtypes", type=_names, default=list(DTYPES), metavar="A,B",
+        help=f"of {', '.join(DTYPES)}; all by default; not every peer has every one")  # fmt: skip
     add("--rounds", type=_positive, metavar="N", help=f"default: {rounds}")
     add("--threads", type=_positive, metavar="N", default=len(usable_cpus()),
         help="of every peer; the CPUs that the process may use by default")  # fmt: skip
@@ -55,17 +58,19 @@ def make_plan(options: argparse.Namespace, shapes: Sequence[str], method: Method
     """Return the plan that the options ask for; ``shapes`` where they name none.
 
     Raises:
-        ValueError: a mode, peer or shape that is not there.
+        ValueError: a mode, peer, dtype or shape that is not there.
     """
-    for option, known in (("modes", MODES), ("peers", PEERS)):
+    for option, known in (("modes", MODES), ("peers", PEERS), ("dtypes", DTYPES)):
         unknown = [name for name in getattr(options, option) if name not in known]
         if unknown:
             raise ValueError(f"{option} must be of {', '.join(known)}, got {unknown[0]!r}")
-    if not options.modes:
-        raise ValueError(f"modes must be of {', '.join(MODES)}, got none")
+    for option, known in (("modes", MODES), ("dtypes", DTYPES)):
+        if not getattr(options, option):
+            raise ValueError(f"{option} must be of {', '.join(known)}, got none")
     named = options.shapes or shapes
     cases = [case for text in named for case in variants(parse_shape(text), options.causal)]
-    return Plan(cases, options.modes, options.peers or list(PEERS), options.threads, method)
+    peers = options.peers or list(PEERS)
+    return Plan(cases, options.modes, peers, options.threads, method, options.dtypes)
 
 
 def in_own_environment(threads: int, command: Sequence[str]) -> None:
@@ -95,7 +100,7 @@ def perform(plan: Plan, limits: Limits, quick: bool) -> dict[str, Any]:
     """Run the plan; what has been measured when the user interrupts it is returned too."""
     results = Results(
         {
-            "format": 1,
+            "format": 2,
             "date": datetime.date.today().isoformat(),
             "machine": describe(),
             "settings": {
@@ -120,7 +125,7 @@ def exit_status(results: dict[str, Any]) -> int:
     """Return 130 after an interrupt, 1 if nothing was measured or forge was left out, else 0."""
     if results.get("interrupted"):
         return 130
-    forge_failed = any(entry["peer"] == "forge" for entry in results["left_out"])
+    forge_failed = any(peer_and_dtype(x["peer"])[0] == "forge" for x in results["left_out"])
     return 1 if forge_failed or not results["records"] else 0
 
 

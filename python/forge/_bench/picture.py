@@ -1,9 +1,13 @@
-"""The results as one picture: speed over sequence length, each peer a line, the FMA peak above."""
+"""The results as one picture: speed over sequence length, each peer a line, the FMA peak above.
+
+Half precision has panels of its own, with forge's float32 beside it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -12,7 +16,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 
-from forge._bench.report import caveats
+from forge._bench.report import HALF, caveats, columns_of
+from forge._bench.runs import peer_and_dtype
 
 Record = dict[str, Any]
 
@@ -26,8 +31,27 @@ STYLES: dict[str, dict[str, Any]] = {
     "numpy": {"color": "#E69F00", "marker": "P"},
 }
 NAMES = {"torch-bhtd": "torch, own layout [B, H, T, hd]", "torch": "torch, forge's layout"}
+# A colour is a peer, in half precision a line is a dtype.
+LINES = {"float32": "-", "bfloat16": (0, (5, 1)), "float16": (0, (1, 1))}
+FILLS = {"float32": 1.0, "bfloat16": 0.75, "float16": 0.45}
+HALF_NAME = "half precision"
 OTHER = {"color": "#666666", "marker": "x"}
 LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1.6, "linestyle": (0, (4, 2))}
+
+
+class Panel(NamedTuple):
+    """One place of the picture; ``draw`` is None where it is empty."""
+
+    draw: Callable[[Axes, list[Record], list[str], str], None] | None
+    title: str
+    records: list[Record]
+    columns: list[str]
+
+
+def _style(name: str) -> dict[str, Any]:
+    peer, dtype = peer_and_dtype(name)
+    style = STYLES.get(peer, OTHER)
+    return style if dtype == "float32" else {**style, "linestyle": LINES[dtype]}
 
 
 def _length(record: Record) -> int:
@@ -78,11 +102,11 @@ def _lines(ax: Axes, records: list[Record], peers: list[str], title: str) -> Non
             if peer in record["peers"]
         ]
         if points:
-            style = {"linewidth": 1.5, "markersize": 6, **STYLES.get(peer, OTHER)}
+            style = {"linewidth": 1.5, "markersize": 6, **_style(peer)}
             ax.plot(*zip(*points, strict=True), **style)
     for x, record in enumerate(records):
-        row = record["peers"].get("forge")
-        if row and row["peak_share"] is not None:
+        row = record["peers"].get(peers[0])
+        if row and peer_and_dtype(peers[0])[0] == "forge" and row["peak_share"] is not None:
             ax.annotate(
                 f"{100 * row['peak_share']:.0f} %",
                 (x, row["gflops"]),
@@ -110,8 +134,8 @@ def _bars(
             if row is None:
                 continue
             left = x - 0.4 + (at + 0.5) * width
-            color = STYLES.get(peer, OTHER)["color"]
-            ax.bar(left, row[value], 0.92 * width, color=color)
+            fill = {"color": _style(peer)["color"], "alpha": FILLS[peer_and_dtype(peer)[1]]}
+            ax.bar(left, row[value], 0.92 * width, **fill)
             if row[share] is not None:
                 text = f" {100 * row[share]:.0f} %"
                 turn = 90 if len(records) > 2 else 0  # so that narrow bars' labels stay apart
@@ -120,7 +144,7 @@ def _bars(
     _top(ax, records, limit, value)
 
 
-def _feature_panel(ax: Axes, records: list[Record], peers: list[str]) -> None:
+def _feature_panel(ax: Axes, records: list[Record], peers: list[str], title: str) -> None:
     ticks = []
     for record in records:
         shape = record["shape"]
@@ -128,21 +152,41 @@ def _feature_panel(ax: Axes, records: list[Record], peers: list[str]) -> None:
         ticks.append(f"{what}\n{record['mode']}")
     _bars(ax, records, peers, "gflops", "peak_gflops", "peak_share")
     lengths = ", ".join(str(length) for length in sorted({_length(record) for record in records}))
-    title = f"Window and softcap, causal, T {lengths}"
-    _finish(ax, title, "GFLOP/s (visible pairs)", ticks, "")
+    _finish(ax, f"{title}, T {lengths}", "GFLOP/s (visible pairs)", ticks, "")
 
 
-def _decode_panel(ax: Axes, records: list[Record], peers: list[str]) -> None:
+def _decode_panel(ax: Axes, records: list[Record], peers: list[str], title: str) -> None:
     ticks = []
     for record in records:
         shape = record["shape"]
         ticks.append(f"{shape['Tk']} keys\nH {_heads(shape)}, hd {shape['hd']}")
     _bars(ax, records, peers, "kv_gbs", "read_gbs", "read_share")
-    _finish(ax, "Decode, one query a head", "GB/s of keys and values", ticks, "")
+    _finish(ax, title, "GB/s of keys and values", ticks, "")
 
 
-def _panels(records: list[Record]) -> list[tuple[str, list[Record]]]:
-    """What each panel shows, in reading order; "" is an empty place."""
+def _panels(records: list[Record]) -> list[Panel]:
+    """All panels, in reading order, two a row."""
+    single, half = columns_of(records, "float32"), [c for x in HALF for c in columns_of(records, x)]
+    rows = _speed_rows(records, single, "")
+    last = []
+    features = [r for r in records if r["shape"]["window"] or r["shape"]["softcap"]]
+    features.sort(key=lambda r: (r["shape"]["softcap"] or 0, r["mode"] == "backward"))
+    decode = [r for r in records if r["kv_bytes"]]
+    if features and single:
+        last.append(Panel(_feature_panel, "Window and softcap, causal", features, single))
+    if decode and single:
+        last.append(Panel(_decode_panel, "Decode, one query a head", decode, single))
+    if half:
+        beside = [name for name in single if name == "forge"] + half
+        rows += _speed_rows(records, beside, f", {HALF_NAME}")
+        if decode:
+            title = f"Decode, one query a head, {HALF_NAME}"
+            last.append(Panel(_decode_panel, title, decode, beside))
+    return rows + last + [Panel(None, "", [], [])] * (len(last) % 2)
+
+
+def _speed_rows(records: list[Record], columns: list[str], suffix: str) -> list[Panel]:
+    """A row causal, a row full: forward and backward."""
     plain = [
         record
         for record in records
@@ -150,63 +194,59 @@ def _panels(records: list[Record]) -> list[tuple[str, list[Record]]]:
     ]
     panels = []
     for causal in (True, False):
-        pair = []
         for mode in ("forward", "backward"):
             chosen = [r for r in plain if r["mode"] == mode and r["causal"] == causal]
-            title = f"{mode.capitalize()}, {'causal' if causal else 'full'}"
             chosen.sort(key=lambda r: (_length(r), r["shape"]["hd"], r["shape"]["B"]))
-            pair.append((title if chosen else "", chosen))
-        if pair[0][0] or pair[1][0]:
-            panels += pair
-    features = [r for r in records if r["shape"]["window"] or r["shape"]["softcap"]]
-    features.sort(key=lambda r: (r["shape"]["softcap"] or 0, r["mode"] == "backward"))
-    decode = [r for r in records if r["kv_bytes"]]
-    last = [("features", features)] if features else []
-    last += [("decode", decode)] if decode else []
-    return panels + last + [("", [])] * (len(last) % 2)
+            title = f"{mode.capitalize()}, {'causal' if causal else 'full'}{suffix}"
+            panels.append(Panel(_lines if chosen else None, title, chosen, columns))
+        if not (panels[-1].records or panels[-2].records):
+            del panels[-2:]
+    return panels if columns else []
 
 
-def _legend(figure: plt.Figure, peers: list[str], results: dict[str, Any]) -> None:
+def _legend(figure: plt.Figure, columns: list[str], results: dict[str, Any]) -> None:
     handles = []
-    for peer in peers:
-        style = {"linewidth": 1.5, **STYLES.get(peer, OTHER)}
+    for peer in dict.fromkeys(peer_and_dtype(name)[0] for name in columns):
+        style = {"linewidth": 1.5, **_style(peer)}
         style.pop("zorder", None)
         handles.append(plt.Line2D([], [], label=NAMES.get(peer, peer), **style))
+    for dtype in dict.fromkeys(peer_and_dtype(name)[1] for name in columns):
+        if dtype in HALF:
+            label = f"{dtype} ({'paler' if dtype == 'bfloat16' else 'palest'} bars)"
+            handles.append(
+                plt.Line2D([], [], label=label, color=OTHER["color"], linestyle=LINES[dtype])
+            )
     target = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON"}.get(results["peak_target"], "")
     if any(record["peak_gflops"] is not None for record in results["records"]):
-        label = f"limit in the same rounds: FMA peak{f' ({target})' if target else ''}"
+        label = f"limit: FMA peak{f' ({target})' if target else ''}"
         if any(record["kv_bytes"] for record in results["records"]):
-            label += "; memory read rate for decode"
+            label += ", memory read rate"
         handles.append(plt.Line2D([], [], label=label, **LIMIT))
-    columns = min(4, len(handles))
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
+    shown = min(4, len(handles))
+    figure.legend(handles=handles, loc="outside lower center", ncols=shown, frameon=False)
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Write the picture."""
     panels = _panels(results["records"])
-    peers = [p for p in STYLES if any(p in r["peers"] for r in results["records"])]
     rows = max(1, len(panels) // 2)
     figure, axes = plt.subplots(
         rows, 2, figsize=(12, 3.9 * rows + 0.9), squeeze=False, layout="constrained"
     )
-    for ax, (title, records) in zip(axes.flat, panels, strict=True):
-        if not title:
+    for ax, panel in zip(axes.flat, panels, strict=True):
+        if panel.draw is None:
             ax.set_axis_off()
-        elif title == "features":
-            _feature_panel(ax, records, peers)
-        elif title == "decode":
-            _decode_panel(ax, records, peers)
         else:
-            _lines(ax, records, peers, title)
+            panel.draw(ax, panel.records, panel.columns, panel.title)
+    columns = list(dict.fromkeys(name for panel in panels for name in panel.columns))
     machine, threads = results["machine"], results["settings"]["threads"]
     figure.suptitle(
-        f"Attention in float32 on {threads} thread{'s' if threads > 1 else ''} of {machine['cpu']}"
+        f"Attention on {threads} CPU thread{'s' if threads > 1 else ''} of {machine['cpu']}"
         f", {results['date']}: higher is better"
         + ("; labels are shares of the limit" if results["peak_target"] else "")
         + "".join(f"\n{caveat}" for caveat in caveats(results)),
         fontsize=12,
     )
-    _legend(figure, peers, results)
+    _legend(figure, columns, results)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from forge._bench.runs import lead
+from forge._bench.runs import column, lead, peer_and_dtype
+from forge._check.halves import DTYPES
 
 Record = dict[str, Any]
 
+HALF = DTYPES[1:]
 READING = """\
 Each peer's answers were held against float64 first. GFLOP/s, counted over visible (query, key)
 pairs only; medians over rounds in which all peers took turns. `x` is the time of the fastest other
-peer over forge's: above 1 forge is faster. Figures of different runs do not compare; those of one
-row do.
+peer of the same dtype over forge's: above 1 forge is faster. `of float32` is forge's time over its
+time in float32. Figures of different runs do not compare; those of one row do.
 """
 DECODE = """
 Time of a call, GB/s of keys and values; in brackets, where it was measured, the share of the rate
@@ -54,8 +56,8 @@ def _decode(row: Record) -> str:
 def _case_table(
     records: list[Record], limit: str, limit_title: str, cell: Callable[[Record], str]
 ) -> str:
-    """A row a case: the limit, where it was measured, and each peer."""
-    peers = list(dict.fromkeys(peer for record in records for peer in record["peers"]))
+    """A row a case: the limit, where it was measured, and each peer in float32."""
+    peers = columns_of(records, "float32")
     known = any(record[limit] is not None for record in records)
     rows = []
     for record in records:
@@ -64,6 +66,45 @@ def _case_table(
         row += [cell(record["peers"][peer]) if peer in record["peers"] else "" for peer in peers]
         rows.append([*row, _ratio(record)])
     return _table(["case", *([limit_title] if known else []), *peers, "x"], rows)
+
+
+def columns_of(records: list[Record], dtype: str) -> list[str]:
+    """The columns of a dtype that were measured, in the order of the run."""
+    found = dict.fromkeys(name for record in records for name in record["peers"])
+    return [name for name in found if peer_and_dtype(name)[1] == dtype]
+
+
+def _half_table(records: list[Record], cell: Callable[[Record], str]) -> str:
+    """A row a case: of each half type the peers, forge's lead, and its time over float32's."""
+    header, rows = ["case"], [[f"**{record['case']}** {record['label']}"] for record in records]
+    for dtype in HALF:
+        columns = columns_of(records, dtype)
+        if not columns:
+            continue
+        header += [*columns, "x", "of float32"]
+        for row, record in zip(rows, records, strict=True):
+            peers = record["peers"]
+            row += [cell(peers[name]) if name in peers else "" for name in columns]
+            ratio, share = lead(record, dtype), of_float32(record, dtype)
+            row += ["" if value is None else f"{value:.2f}" for value in (ratio, share)]
+    return _table(header, rows) if len(header) > 1 else ""
+
+
+def of_float32(record: Record, dtype: str) -> float | None:
+    """Forge's time in that dtype over its time in float32."""
+    own, single = (record["peers"].get(column("forge", x)) for x in (dtype, "float32"))
+    return own["seconds"] / single["seconds"] if own and single else None
+
+
+def _tables(
+    records: list[Record], title: str, limit: tuple[str, str], cell: Callable[[Record], str]
+) -> list[str]:
+    """Float32, then half precision, under a title each."""
+    tables = {
+        title: _case_table(records, *limit, cell) if columns_of(records, "float32") else "",
+        f"{title}, half precision": _half_table(records, cell),
+    }
+    return [f"## {name}\n\n{table}" for name, table in tables.items() if table]
 
 
 def _sections(records: list[Record]) -> list[str]:
@@ -79,12 +120,11 @@ def _sections(records: list[Record]) -> list[str]:
             ]
             if chosen:
                 title = f"{mode.capitalize()}, {'causal' if causal else 'full'}"
-                table = _case_table(chosen, "peak_gflops", "peak", _speed)
-                parts.append(f"## {title}\n\n{table}")
+                parts += _tables(chosen, title, ("peak_gflops", "peak"), _speed)
     decode = [record for record in records if record["kv_bytes"] is not None]
     if decode:
-        table = _case_table(decode, "read_gbs", "read rate", _decode)
-        parts.append(f"## Decode: one query a head\n\n{table}{DECODE}")
+        title = "Decode: one query a head"
+        parts += [*_tables(decode, title, ("read_gbs", "read rate"), _decode), DECODE.lstrip()]
     return parts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from forge._bench.cases import Case
@@ -14,7 +14,7 @@ from forge._bench.measure import Call, Measured, Method, Stopwatch
 from forge._bench.peers import PEERS, Runner, Unsupported
 from forge._bench.progress import Progress
 from forge._bench.truth import WrongAnswerError, check_rows, check_whole
-from forge._check.plain import Inputs
+from forge._check.halves import DTYPES
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Plan:
     peers: list[str]
     threads: int
     method: Method
+    dtypes: list[str]
 
     def turns(self) -> int:
         """Rounds over all cases and modes: the length of the progress bar."""
@@ -83,10 +84,9 @@ class Benchmark:
         describe, progress = self.progress.describe, self.progress.round_done
         for case in self.plan.cases:
             describe(f"{case.name} check")
-            inputs = case.inputs()
-            runners, errors = self._runners(case, inputs)
+            runners, errors = self._runners(case)
             for mode in case.modes(self.plan.modes):
-                calls = self._calls(runners, mode)
+                calls = _calls(runners, mode)
                 if not calls:
                     self.say(f"{case.name} {mode}: no peer can do it")
                     for _ in range(self.plan.method.rounds):
@@ -99,15 +99,24 @@ class Benchmark:
                     record["peers"][name] |= {"note": runners[name].note, "error": errors[name]}
                 self.results.records.append(record)
                 self.say(summary(record))
-            del runners, inputs
+            del runners
             gc.collect()
 
-    def _runners(self, case: Case, inputs: Inputs) -> tuple[dict[str, Runner], dict[str, float]]:
-        """Peers that can do the case and do it right."""
-        small = case.miniature()
+    def _runners(self, case: Case) -> tuple[dict[str, Runner], dict[str, float]]:
+        """Peers that can do the case and do it right, by column."""
+        runners: dict[str, Runner] = {}
+        errors: dict[str, float] = {}
+        for dtype in self.plan.dtypes:
+            self._runners_in(replace(case, dtype=dtype), runners, errors)
+        return runners, errors
+
+    def _runners_in(self, case: Case, runners: dict[str, Runner], errors: dict[str, float]) -> None:
+        inputs, small = case.inputs(), case.miniature()
         small_inputs = small.inputs(seed=1)
-        runners, errors = {}, {}
-        for name, prepare in self.prepare.items():
+        for peer, prepare in self.prepare.items():
+            if case.dtype not in PEERS[peer].dtypes:
+                continue
+            name = column(peer, case.dtype)
             try:
                 small_runner = prepare(small, small_inputs, self.plan.threads)
                 error = check_whole(small_runner, small, small_inputs)
@@ -119,20 +128,32 @@ class Benchmark:
             except Exception as error:  # one library's trouble must not end the run
                 self._leave_out(name, case.name, f"{type(error).__name__}: {error}"[:300])
             self.threads.place_new()
-        return runners, errors
-
-    @staticmethod
-    def _calls(runners: dict[str, Runner], mode: str) -> dict[str, Call]:
-        found = {name: getattr(runner, mode) for name, runner in runners.items()}
-        return {
-            name: Call(run, PEERS[name].linger) for name, run in found.items() if run is not None
-        }
 
     def _leave_out(self, peer: str, case: str, reason: str) -> None:
         entry = {"peer": peer, "case": case, "reason": reason}
         if entry not in self.results.left_out:
             self.results.left_out.append(entry)
             self.say(f"{peer}{' on ' + case if case else ''}: left out, {reason}")
+
+
+def column(peer: str, dtype: str) -> str:
+    """What a peer in a dtype is called in results."""
+    return peer if dtype == "float32" else f"{peer} {dtype}"
+
+
+def peer_and_dtype(name: str) -> tuple[str, str]:
+    """Take the name of a column apart."""
+    peer, _, dtype = name.partition(" ")
+    return peer, dtype or "float32"
+
+
+def _calls(runners: dict[str, Runner], mode: str) -> dict[str, Call]:
+    found = {name: getattr(runner, mode) for name, runner in runners.items()}
+    return {
+        name: Call(run, PEERS[peer_and_dtype(name)[0]].linger)
+        for name, run in found.items()
+        if run is not None
+    }
 
 
 def make_record(case: Case, mode: str, measured: Measured) -> dict[str, Any]:
@@ -155,7 +176,7 @@ def make_record(case: Case, mode: str, measured: Measured) -> dict[str, Any]:
         "peers": {},
     }
     for name, samples in measured.seconds.items():
-        seconds = Measured.median(samples)
+        seconds: Any = Measured.median(samples)
         gflops = record["gflop"] / seconds
         row = {
             "seconds": seconds,
@@ -165,24 +186,29 @@ def make_record(case: Case, mode: str, measured: Measured) -> dict[str, Any]:
             "peak_share": gflops / peak if peak else None,
         }
         if record["kv_bytes"]:
-            row["kv_gbs"] = record["kv_bytes"] / seconds / 1e9
+            kv_bytes = replace(case, dtype=peer_and_dtype(name)[1]).kv_bytes()
+            row["kv_gbs"] = kv_bytes / seconds / 1e9
             row["read_share"] = row["kv_gbs"] / read if read else None
         record["peers"][name] = row
     return record
 
 
-def fastest_other(record: dict[str, Any]) -> str | None:
-    """The fastest peer that is not forge."""
-    others = {name: row["seconds"] for name, row in record["peers"].items() if name != "forge"}
+def fastest_other(record: dict[str, Any], dtype: str = "float32") -> str | None:
+    """The fastest peer in that dtype that is not forge."""
+    others = {
+        name: row["seconds"]
+        for name, row in record["peers"].items()
+        if name != column("forge", dtype) and peer_and_dtype(name)[1] == dtype
+    }
     return min(others, key=lambda name: others[name]) if others else None
 
 
-def lead(record: dict[str, Any]) -> float | None:
-    """The fastest other peer's time over forge's: above 1 where forge is faster."""
-    other = fastest_other(record)
-    if other is None or "forge" not in record["peers"]:
+def lead(record: dict[str, Any], dtype: str = "float32") -> float | None:
+    """The fastest other peer's time over forge's in that dtype: above 1 where forge is faster."""
+    other, own = fastest_other(record, dtype), column("forge", dtype)
+    if other is None or own not in record["peers"]:
         return None
-    return float(record["peers"][other]["seconds"] / record["peers"]["forge"]["seconds"])
+    return float(record["peers"][other]["seconds"] / record["peers"][own]["seconds"])
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -193,5 +219,6 @@ def summary(record: dict[str, Any]) -> str:
         share = row.get("read_share", row["peak_share"])
         shown = f" {100 * share:.0f} %" if share is not None else ""
         parts.append(f"{peer} {1e3 * row['seconds']:.3g} ms{shown}")
-    ratio = lead(record)
-    return f"{name}: {', '.join(parts)}" + (f"; forge {ratio:.2f}x" if ratio else "")
+    leads = {dtype: lead(record, dtype) for dtype in DTYPES}
+    said = [f"{column('forge', dtype)} {ratio:.2f}x" for dtype, ratio in leads.items() if ratio]
+    return f"{name}: {', '.join(parts)}" + (f"; {', '.join(said)}" if said else "")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from forge._arrays import Array
 from forge._bench.cases import Case
 from forge._bench.peers import Runner
+from forge._check.halves import UNITS, share_of
 from forge._check.plain import GRADIENTS, Inputs, evaluate
 
 TOLERANCE = 1e-5  # of the largest value; float32 over these lengths stays well below
+MOST_ROUNDINGS = 4  # of the largest value, in half precision, where nobody promises one
 SPOT_ROWS = 5
 
 
@@ -17,23 +21,49 @@ class WrongAnswerError(Exception):
     """An implementation computes something else than attention."""
 
 
-def _compare(name: str, got: Array, want: Array, where: str) -> float:
-    if got.shape != want.shape:
-        raise WrongAnswerError(f"{name} has shape {got.shape}, not {want.shape} ({where})")
-    error = float(np.abs(got - want).max() / max(np.abs(want).max(), 1e-30))
-    if not error <= TOLERANCE:
-        raise WrongAnswerError(f"{name} is off by {error:.1e} of its largest value ({where})")
-    return error
+@dataclass(frozen=True)
+class Comparison:
+    """How near a runner's answers to a case must be."""
+
+    dtype: str
+    rounds_once: bool
+    where: str
+
+    def error(self, name: str, got: Array, want: Array) -> float:
+        """Return the largest error as a share of the largest value.
+
+        Raises:
+            WrongAnswerError: it is too large.
+        """
+        if got.shape != want.shape:
+            raise WrongAnswerError(f"{name} has shape {got.shape}, not {want.shape} ({self.where})")
+        largest = max(float(np.abs(want).max()), 1e-30)
+        errors = np.abs(got - want)
+        error = float(errors.max()) / largest
+        if not self._is_near(errors, want, largest):
+            raise WrongAnswerError(
+                f"{name} is off by {error:.1e} of its largest value ({self.where})"
+            )
+        return error
+
+    def _is_near(self, errors: Array, want: Array, largest: float) -> bool:
+        tolerance = TOLERANCE * largest
+        if self.rounds_once or self.dtype not in UNITS:
+            shares, _ = share_of(errors, want, tolerance, self.dtype)
+            return bool((shares <= 1).all())
+        roundings = MOST_ROUNDINGS * UNITS[self.dtype][0] * largest
+        return bool((errors <= roundings + tolerance).all())
 
 
 def check_whole(runner: Runner, case: Case, inputs: Inputs) -> float:
     """Compare everything with float64; the largest relative error. For small cases."""
     answers = evaluate(inputs)
-    worst = _compare("out", runner.as_output(runner.forward()), answers["out"], case.label)
+    compare = Comparison(case.dtype, runner.rounds_once, case.label)
+    worst = compare.error("out", runner.as_output(runner.forward()), answers["out"])
     if runner.backward is not None and not case.is_decode:
         gradients = runner.as_gradients(runner.backward())
         for name, gradient in zip(GRADIENTS, gradients, strict=True):
-            worst = max(worst, _compare(name, gradient, answers[name], case.label))
+            worst = max(worst, compare.error(name, gradient, answers[name]))
     return worst
 
 
@@ -43,6 +73,7 @@ def check_rows(runner: Runner, case: Case, inputs: Inputs) -> float:
     dq = None
     if runner.backward is not None and not case.is_decode:
         dq = runner.as_gradients(runner.backward())[0]
+    compare = Comparison(case.dtype, runner.rounds_once, case.label)
     worst, b = 0.0, case.B - 1
     rows = np.unique(np.linspace(0, case.Tq - 1, SPOT_ROWS).astype(int))
     options = {**case.options, "query_offset": rows + case.Tk - case.Tq}
@@ -52,7 +83,7 @@ def check_rows(runner: Runner, case: Case, inputs: Inputs) -> float:
         q, dout = (x[b, rows, h][:, None, None] for x in (inputs.q, inputs.dout))
         k, v = (np.broadcast_to(x[b, :, group : group + 1], beside) for x in (inputs.k, inputs.v))
         answers = evaluate(Inputs(q, k, v, dout, options=options))
-        worst = max(worst, _compare("out", out[b, rows, h], answers["out"][:, 0, 0], case.label))
+        worst = max(worst, compare.error("out", out[b, rows, h], answers["out"][:, 0, 0]))
         if dq is not None:
-            worst = max(worst, _compare("dq", dq[b, rows, h], answers["dq"][:, 0, 0], case.label))
+            worst = max(worst, compare.error("dq", dq[b, rows, h], answers["dq"][:, 0, 0]))
     return worst

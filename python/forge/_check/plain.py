@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from forge._arrays import Array
+from forge._check.halves import share_of
 
 UNIT = 2.0**-24  # half an ulp of float32, relative
-# Of each half type half an ulp, relative, and its smallest number.
-HALF_UNITS = {"float16": (2.0**-11, 2.0**-24), "bfloat16": (2.0**-8, 2.0**-133)}
 GRADIENTS = ("dq", "dk", "dv")
 
 
@@ -37,18 +36,6 @@ class Inputs:
         """Return which keys each query sees: bool ``[B, Tq, Tk]``."""
         B, Tq = self.q.shape[:2]
         return visible(B, Tq, self.k.shape[1], self.options)
-
-
-def to_bfloat16(x: Array) -> Array:
-    """Return the bits of float32 values as bfloat16, rounded to nearest, ties to even."""
-    bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
-
-
-def from_bfloat16(bits: Array) -> Array:
-    """Return the float32 values of bits of bfloat16."""
-    return (np.asarray(bits, np.uint32) << 16).view(np.float32)
 
 
 def visible(B: int, Tq: int, Tk: int, options: Mapping[str, Any]) -> Array:
@@ -220,18 +207,13 @@ class Answer:
     def worst(self, name: str, got: Array, kernel: str, dtype: str) -> tuple[float, float]:
         """Return the error and the bound of the element that has most of its bound as error.
 
-        A result in half precision is float32's, rounded once: beside float32's bound each element
-        may be off by half an ulp of its own, and by half the smallest number of the type.
+        float32's bound, and one rounding of a result in half precision.
         """
-        unit, smallest = HALF_UNITS.get(dtype, (0.0, 0.0))
-        want = self.results[name]
-        rounding = unit * np.abs(np.where(np.isfinite(want), want, 0)) + smallest / 2
-        bounds = self.bound(name, kernel) + rounding
         errors = self.errors(name, got)
         if not errors.size:
             return 0.0, 0.0
-        with np.errstate(divide="ignore", invalid="ignore"):
-            shares = np.where(errors == 0, 0, errors / bounds)
+        bound = self.bound(name, kernel)
+        shares, bounds = share_of(errors, self.results[name], bound, dtype)
         at = np.unravel_index(shares.argmax(), shares.shape)
         return float(errors[at]), float(bounds[at])
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from forge._arrays import Array
-from forge._check.plain import Inputs, from_bfloat16, to_bfloat16, visible
-from forge._dtypes import BFloat16Bits
+from forge._check.halves import for_call, rounded, stored
+from forge._check.plain import Inputs, visible
 
 KERNELS = ("fused", "materialized")
 
@@ -81,10 +81,7 @@ class Problem:
             q[~seen.any(2)] = dout[~seen.any(2)] = np.nan
             k[~seen.any(1)] = v[~seen.any(1)] = np.nan
         given = {"q": q, "k": k, "v": v, "dout": dout}
-        q, k, v, dout = (
-            widened(stored(x, self.dtype_of(name)), self.dtype_of(name))
-            for name, x in given.items()
-        )
+        q, k, v, dout = (rounded(x, self.dtype_of(name)) for name, x in given.items())
         q, k, v = self._laid_out(q, k, v)
         return Inputs(q, k, v, dout, dlse, self.options)
 
@@ -99,8 +96,7 @@ class Problem:
             arrays = [*self._laid_out(q, k, v), dout]
         if self.layout == "flat":
             arrays = [x.reshape(*x.shape[:2], -1) for x in arrays]
-        # NumPy may have no bfloat16: its bits under a name that forge knows.
-        return [x.view(BFloat16Bits) if x.dtype == np.uint16 else x for x in arrays]
+        return [for_call(x) for x in arrays]
 
     def _laid_out(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
         if self.layout == "packed":
@@ -110,25 +106,6 @@ class Problem:
             backwards = (np.ascontiguousarray(x.swapaxes(1, 2)[:, :, ::-1]) for x in (q, k, v))
             q, k, v = (x[:, :, ::-1].swapaxes(1, 2) for x in backwards)
         return q, k, v
-
-
-def stored(x: Array, dtype: str) -> Array:
-    """Return float32 values rounded to ``dtype``, C-contiguous; bfloat16 as bits in uint16."""
-    x = to_bfloat16(x) if dtype == "bfloat16" else x.astype(dtype)
-    return np.ascontiguousarray(x)
-
-
-def widened(x: Array, dtype: str) -> Array:
-    """Return the float32 values of an array that ``stored`` made or a call gave.
-
-    Raises:
-        TypeError: the array is of another dtype.
-    """
-    expected = "uint16" if dtype == "bfloat16" else dtype
-    if x.dtype != expected:
-        raise TypeError(f"a result must be {dtype}, got {x.dtype}")
-    x = np.ndarray.view(x, np.ndarray)
-    return from_bfloat16(x) if dtype == "bfloat16" else x.astype(np.float32)
 
 
 _ALL = {

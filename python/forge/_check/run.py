@@ -19,6 +19,7 @@ import numpy as np
 import forge
 from forge import kernels
 from forge._arrays import Array
+from forge._check.halves import widened
 from forge._check.plain import GRADIENTS, Answer, Inputs
 from forge._check.problems import (
     HALF_PROBLEMS,
@@ -26,7 +27,6 @@ from forge._check.problems import (
     PROBLEMS,
     SINGLE_KERNEL_PROBLEMS,
     Problem,
-    widened,
 )
 from forge._forge import NotServedError
 

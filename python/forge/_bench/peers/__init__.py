@@ -1,7 +1,8 @@
 """The implementations under test. Each module prepares one library's call for a case.
 
 A peer gets q and dout as [B, Tq, H, hd] and k and v as [B, Tk, Hkv, hd] in NumPy, and may lay them
-out as it likes before the clock starts. What it cannot do it refuses with Unsupported.
+out as it likes before the clock starts; it computes in the case's dtype, whose values the float32
+arrays hold. What it cannot do it refuses with Unsupported.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from forge._arrays import Array
 from forge._bench.cases import Case
+from forge._check.halves import DTYPES
 from forge._check.plain import Inputs
 
 
@@ -29,6 +31,8 @@ class Runner:
     backward: Callable[[], Any] | None = None  # the backward alone, from a forward done before
     as_gradients: Callable[[Any], tuple[Array, ...]] = tuple  # dq, dk, dv, shaped as q, k, v
     note: str = ""
+    rounds_once: bool = False
+    """Whether it promises that a half is float32's result, rounded once."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Peer:
     # How long its idle threads may go on spinning after a call, in seconds: slept out, so that they
     # do not take a core from the next peer.
     linger: float
+    dtypes: tuple[str, ...] = ("float32",)
 
     def load(self) -> Callable[[Case, Inputs, int], Runner]:
         """The function that prepares a case for so many threads. Imports the library."""
@@ -56,10 +61,17 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("forge", "forge_peer", "prepare", ("forge-attention",), 0.060),
+        Peer("forge", "forge_peer", "prepare", ("forge-attention",), 0.060, DTYPES),
         Peer("torch", "torch_peer", "prepare_packed", ("torch",), 0.030),
-        Peer("torch-bhtd", "torch_peer", "prepare_own_layout", ("torch",), 0.030),
-        Peer("onnxruntime", "onnxruntime_peer", "prepare", ("onnxruntime", "onnx"), 0.120),
+        Peer("torch-bhtd", "torch_peer", "prepare_own_layout", ("torch",), 0.030, DTYPES),
+        Peer(
+            "onnxruntime",
+            "onnxruntime_peer",
+            "prepare",
+            ("onnxruntime", "onnx"),
+            0.120,
+            ("float32", "float16"),
+        ),
         Peer("jax", "jax_peer", "prepare", ("jax", "jaxlib"), 0.030),
         Peer("numpy", "numpy_peer", "prepare", ("numpy",), 0.120),
     )

@@ -5,17 +5,23 @@ from __future__ import annotations
 import forge
 from forge._bench.cases import Case
 from forge._bench.peers import Runner
+from forge._check.halves import for_call, stored, widened
 from forge._check.plain import Inputs
 
 
 def prepare(case: Case, inputs: Inputs, threads: int) -> Runner:
     forge.set_num_threads(threads)
     options = {**case.options, "backend": "cpu", "kernel": "fused"}
-    _, saved = forge.attention_forward(inputs.q, inputs.k, inputs.v, **options)
+    q, k, v, dout = (
+        for_call(stored(x, case.dtype)) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)
+    )
+    _, saved = forge.attention_forward(q, k, v, **options)
     ran = forge.last_run() or {}
     return Runner(
-        forward=lambda: forge.attention(inputs.q, inputs.k, inputs.v, **options),
-        as_output=lambda out: out,
-        backward=lambda: forge.attention_backward(inputs.dout, saved),
+        forward=lambda: forge.attention(q, k, v, **options),
+        as_output=lambda out: widened(out, case.dtype),
+        backward=lambda: forge.attention_backward(dout, saved),
+        as_gradients=lambda gradients: tuple(widened(x, case.dtype) for x in gradients),
         note=f"{ran['kernel']} kernels, {ran['cpu_target']}",
+        rounds_once=True,
     )

@@ -34,8 +34,16 @@ def _info(name: str, shape: list[Any] | None, dtype: int = TensorProto.FLOAT) ->
     return helper.make_tensor_value_info(name, dtype, shape)
 
 
-def _packed(x: Array) -> Array:
-    return x.reshape(x.shape[0], x.shape[1], -1)
+def _element(case: Case) -> int:
+    return int(TensorProto.FLOAT16 if case.dtype == "float16" else TensorProto.FLOAT)
+
+
+def _packed(x: Array, case: Case) -> Array:
+    return x.astype(case.dtype, copy=False).reshape(x.shape[0], x.shape[1], -1)
+
+
+def _from_packed(x: Array, case: Case) -> Array:
+    return x.astype(np.float32, copy=False).reshape(case.B, case.Tq, case.H, case.hd)
 
 
 def _multi_head(case: Case, inputs: Inputs, threads: int) -> Runner:
@@ -45,12 +53,14 @@ def _multi_head(case: Case, inputs: Inputs, threads: int) -> Runner:
         "MultiHeadAttention", ["q", "k", "v"], ["o"], domain=DOMAIN, num_heads=case.H,
         scale=case.scale,
     )  # fmt: skip
-    shapes = [_info(name, ["B", f"T{name}", f"W{name}"]) for name in "qkv"]
-    session = _session(node, shapes, [_info("o", None)], threads)
-    feeds = {"q": _packed(inputs.q), "k": _packed(inputs.k), "v": _packed(inputs.v)}
+    element = _element(case)
+    shapes = [_info(name, ["B", f"T{name}", f"W{name}"], element) for name in "qkv"]
+    session = _session(node, shapes, [_info("o", None, element)], threads)
+    arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    feeds = {name: _packed(x, case) for name, x in arrays.items()}
     return Runner(
         forward=lambda: session.run(["o"], feeds)[0],
-        as_output=lambda out: out.reshape(inputs.q.shape),
+        as_output=lambda out: _from_packed(out, case),
         note="MultiHeadAttention",
     )
 
@@ -68,10 +78,12 @@ def _group_query(case: Case, inputs: Inputs, threads: int) -> Runner:
         "GroupQueryAttention", names, ["o", "present_k", "present_v"], domain=DOMAIN, **attributes
     )
     cache = ["B", case.Hkv, "cache", case.hd]
-    shapes = [_info(name, ["B", "T", f"W{name}"]) for name in "qkv"]
-    shapes += [_info("past_k", cache), _info("past_v", cache)]
+    element = _element(case)
+    shapes = [_info(name, ["B", "T", f"W{name}"], element) for name in "qkv"]
+    shapes += [_info("past_k", cache, element), _info("past_v", cache, element)]
     shapes += [_info("last", ["B"], TensorProto.INT32), _info("total", [1], TensorProto.INT32)]
-    results = [_info("o", None), _info("present_k", cache), _info("present_v", cache)]
+    results = [_info("o", None, element)]
+    results += [_info("present_k", cache, element), _info("present_v", cache, element)]
     session = _session(node, shapes, results, threads)
     binding, out, bound = _bind(session, case, inputs)
 
@@ -81,7 +93,7 @@ def _group_query(case: Case, inputs: Inputs, threads: int) -> Runner:
 
     return Runner(
         forward=forward,
-        as_output=lambda value: value.numpy().reshape(inputs.q.shape),
+        as_output=lambda value: _from_packed(value.numpy(), case),
         note="GroupQueryAttention, key/value cache in place",
     )
 
@@ -91,16 +103,16 @@ def _bind(session: Any, case: Case, inputs: Inputs) -> tuple[Any, Any, Any]:
     value = onnxruntime.OrtValue.ortvalue_from_numpy
     binding = session.io_binding()
     newest = {
-        "q": _packed(inputs.q),
-        "k": np.ascontiguousarray(_packed(inputs.k)[:, -case.Tq :]),
-        "v": np.ascontiguousarray(_packed(inputs.v)[:, -case.Tq :]),
+        "q": _packed(inputs.q, case),
+        "k": np.ascontiguousarray(_packed(inputs.k, case)[:, -case.Tq :]),
+        "v": np.ascontiguousarray(_packed(inputs.v, case)[:, -case.Tq :]),
         "last": np.full(case.B, case.Tk - 1, np.int32),
         "total": np.array([case.Tk], np.int32),
     }
     for name, array in newest.items():
         binding.bind_cpu_input(name, array)
     for name, array in (("k", inputs.k), ("v", inputs.v)):
-        cache = value(np.ascontiguousarray(array.transpose(0, 2, 1, 3)))
+        cache = value(np.ascontiguousarray(array.transpose(0, 2, 1, 3), case.dtype))
         binding.bind_ortvalue_input(f"past_{name}", cache)
         binding.bind_ortvalue_output(f"present_{name}", cache)
     out = value(np.empty_like(newest["q"]))

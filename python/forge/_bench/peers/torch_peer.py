@@ -20,7 +20,13 @@ def _bias(case: Case) -> torch.Tensor | None:
     mask = case.mask()
     if mask is None:
         return None
-    return torch.zeros(case.Tq, case.Tk).masked_fill_(~torch.from_numpy(mask), -math.inf)
+    bias = torch.zeros(case.Tq, case.Tk, dtype=_dtype(case))
+    return bias.masked_fill_(~torch.from_numpy(mask), -math.inf)
+
+
+def _dtype(case: Case) -> torch.dtype:
+    found: torch.dtype = getattr(torch, case.dtype)
+    return found
 
 
 def _with_softcap(case: Case, softcap: float) -> Callable[..., torch.Tensor]:
@@ -55,11 +61,12 @@ def _prepare(case: Case, inputs: Inputs, threads: int, own_layout: bool) -> Runn
     torch.set_num_threads(threads)
 
     def tensor(x: Array) -> torch.Tensor:
-        heads = torch.from_numpy(x).transpose(1, 2)  # [B, heads, T, hd], a view
+        # [B, heads, T, hd], a view
+        heads = torch.from_numpy(x).to(_dtype(case)).transpose(1, 2)
         return heads.contiguous() if own_layout else heads
 
     def array(x: torch.Tensor) -> Array:
-        return np.asarray(x.detach().transpose(1, 2))
+        return np.asarray(x.detach().float().transpose(1, 2))
 
     plain = [tensor(x) for x in (inputs.q, inputs.k, inputs.v)]
     tracked = [x.detach().clone(memory_format=torch.preserve_format) for x in plain]
