@@ -10,3 +10,12 @@ constant bool has_window [[function_constant(forge::kConstantHasWindow)]];
 constant bool accumulate [[function_constant(forge::kConstantAccumulate)]];
 constant bool is_aligned [[function_constant(forge::kConstantIsAligned)]];
 constant bool is_whole [[function_constant(forge::kConstantIsWhole)]];
+
+// Element types, of arrays that have either float or the call's 16-bit type.
+constant bool is_bfloat [[function_constant(forge::kConstantIsBfloat)]];
+constant bool is_half_q [[function_constant(forge::kConstantIsHalfQ)]];  // and dout
+constant bool is_half_kv [[function_constant(forge::kConstantIsHalfKv)]];
+constant bool has_rounded [[function_constant(forge::kConstantHasRounded)]];
+constant bool is_half_dq [[function_constant(forge::kConstantIsHalfDq)]];
+constant bool is_half_dk [[function_constant(forge::kConstantIsHalfDk)]];
+constant bool is_half_dv [[function_constant(forge::kConstantIsHalfDv)]];

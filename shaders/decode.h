@@ -21,23 +21,21 @@ struct DecodeShape {
 
 // Keys of a sequence as a simdgroup reads them: those that none of its rows sees give way to one
 // that some row sees, so that nothing else is read.
-template <typename T>
 struct KeysInPlace {
-  HeadRows<T> rows;
+  HeadRows rows;
   Range seen;
   Int32 hd;
 };
 
-template <typename T>
-METAL_FUNC device const T* key_row(KeysInPlace<T> keys, Int32 key) {
+METAL_FUNC Source key_row(KeysInPlace keys, Int32 key) {
   Int32 read = smaller(larger(key, keys.seen.begin), keys.seen.end - 1);
-  return keys.rows.row0 + read * keys.rows.stride;
+  return after(keys.rows.row0, read * keys.rows.stride);
 }
 
 // dots += q . k of a tile of keys over one run of channels, kBatch blocks of keys at a time. The
 // runs come in the order in which multiply_keys adds them.
-template <int N, int kBatch, int kKeyBlocks, typename T>
-METAL_FUNC void add_dots_in_place(thread const Blocks<N>& q, KeysInPlace<T> keys, Int32 first,
+template <int N, int kBatch, int kKeyBlocks>
+METAL_FUNC void add_dots_in_place(thread const Blocks<N>& q, KeysInPlace keys, Int32 first,
                                   Int32 channel, Lane at, thread Blocks<kKeyBlocks>& dots) {
 #pragma clang loop unroll(full)
   for (Int32 b = 0; b < kKeyBlocks; b += kBatch) {
@@ -58,9 +56,9 @@ METAL_FUNC void add_dots_in_place(thread const Blocks<N>& q, KeysInPlace<T> keys
 }
 
 // add_hidden_rows with the values in device memory.
-template <int N, typename T>
-METAL_FUNC void add_hidden_in_place(Block w, Range seen, KeysInPlace<T> keys, Int32 key,
-                                    Int32 channel, Lane at, thread Blocks<N>& sums) {
+template <int N>
+METAL_FUNC void add_hidden_in_place(Block w, Range seen, KeysInPlace keys, Int32 key, Int32 channel,
+                                    Lane at, thread Blocks<N>& sums) {
 #pragma clang loop unroll(disable)
   for (Int32 j = 0; j < kBlockSize; ++j) {
     ushort lane = lane_holding(at.row, j);
@@ -79,9 +77,9 @@ METAL_FUNC void add_hidden_in_place(Block w, Range seen, KeysInPlace<T> keys, In
 }
 
 // o = o * alpha + p times the values of a tile, as add_values has it. `whole`: all rows see it all.
-template <int N, int kBatch, int kKeyBlocks, typename T>
+template <int N, int kBatch, int kKeyBlocks>
 METAL_FUNC void add_values_in_place(thread const Blocks<kKeyBlocks>& p, float alpha, Range seen,
-                                    KeysInPlace<T> values, Int32 key, Int32 channel, bool whole,
+                                    KeysInPlace values, Int32 key, Int32 channel, bool whole,
                                     Lane at, thread Blocks<N>& o) {
   bool finite = true;
   Blocks<N> sums;
@@ -124,8 +122,8 @@ using namespace forge;
 // first: those that share keys are neighbours. Unfinished rows go to `partial`.
 template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = kDecodeSimdgroups * kSimdgroupWidth>
 [[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_decode(
-    device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
-    device const float* v [[buffer(kBufferV)]], device float* partial [[buffer(kBufferPartial)]],
+    device const uchar* q [[buffer(kBufferQ)]], device const uchar* k [[buffer(kBufferK)]],
+    device const uchar* v [[buffer(kBufferV)]], device float* partial [[buffer(kBufferPartial)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],
     constant AttnParams& params [[buffer(kBufferParams)]],
     constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
@@ -146,9 +144,11 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = kDecodeSimdgroups * 
   RowPlace place = row_place(rows, exists ? r : rows.end - 1);
   ScoreOptions options = score_options(params, grid);
   Range row_seen = visible_keys(rows.band, place.query);
-  KeysInPlace<float> k_rows = {head_rows(k, params.k, rows.b, rows.kv_head), keys, params.hd};
-  KeysInPlace<float> v_rows = {head_rows(v, params.v, rows.b, rows.kv_head), keys, params.hd};
-  device const float* q_row = q + offset_of(params.q, rows.b, place.query, place.head);
+  KeysInPlace k_rows = {head_rows(source(k, is_half_kv), params.k, rows.b, rows.kv_head), keys,
+                        params.hd};
+  KeysInPlace v_rows = {head_rows(source(v, is_half_kv), params.v, rows.b, rows.kv_head), keys,
+                        params.hd};
+  Source q_row = after(source(q, is_half_q), offset_of(params.q, rows.b, place.query, place.head));
   Blocks<Shape::kRunBlocks> o[Shape::kRuns];
 #pragma clang loop unroll(full)
   for (Int32 run = 0; run < Shape::kRuns; ++run) set_zero(o[run]);
@@ -181,7 +181,7 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = kDecodeSimdgroups * 
       partial + (stat * decode_splits(params.Tk) + split) * decode_partial_floats(params.hd);
 #pragma clang loop unroll(full)
   for (Int32 run = 0; run < Shape::kRuns; ++run) {
-    store_row(to, run * Shape::kRunChannels, params.hd, at, o[run]);
+    store_row(target(to), run * Shape::kRunChannels, params.hd, at, o[run]);
   }
   if (at.column == 0) {
     to[params.hd] = sums.m;
@@ -193,6 +193,8 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = kDecodeSimdgroups * 
 // adds them.
 kernel void attention_decode_combine(device const float* partial [[buffer(kBufferPartial)]],
                                      device float* o [[buffer(kBufferO)]],
+                                     device uchar* rounded_o
+                                     [[buffer(kBufferRounded), function_constant(has_rounded)]],
                                      device float* row_max [[buffer(kBufferRowMax)]],
                                      device float* row_sum [[buffer(kBufferRowSum)]],
                                      device const AttnRange* ranges [[buffer(kBufferRanges)]],
@@ -211,7 +213,7 @@ kernel void attention_decode_combine(device const float* partial [[buffer(kBuffe
   Int64 step = decode_partial_floats(params.hd);
   Int64 row = stat_index(params, b, h, i);
   device const float* parts = partial + row * decode_splits(params.Tk) * step;
-  device float* o_row = o + offset_of(params.o, b, i, h);
+  Target o_row = after(target(o), offset_of(params.o, b, i, h));
   RowSums total = no_sums();
   for (Int32 c = Int32(lane) * 4; c < params.hd; c += 4 * kSimdgroupWidth) {
     total = no_sums();
@@ -222,7 +224,7 @@ kernel void attention_decode_combine(device const float* partial [[buffer(kBuffe
 #pragma clang loop unroll(full)
       for (Int32 n = 0; n < kAhead; ++n) {
         device const float* part = parts + smaller(split + n, end - 1) * step;
-        values[n] = load_four(part, c, params.hd);
+        values[n] = load_four(source(part), c, params.hd);
         runs[n].m = part[params.hd];
         runs[n].l = part[params.hd + 1];
       }
@@ -242,9 +244,13 @@ kernel void attention_decode_combine(device const float* partial [[buffer(kBuffe
     }
     total = finished_sums(live, total);
     float factor = 1.0f / total.l;
-    store_four(o_row, c, params.hd,
-               live ? float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor)
-                    : float4(0.0f, 0.0f, 0.0f, 0.0f));
+    float4 result = live ? float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor)
+                         : float4(0.0f, 0.0f, 0.0f, 0.0f);
+    store_four(o_row, c, params.hd, result);
+    if (has_rounded) {
+      store_four(after(target(rounded_o, true), offset_of(params.rounded, b, i, h)), c, params.hd,
+                 result);
+    }
   }
   if (lane == 0) {
     row_max[row] = total.m;

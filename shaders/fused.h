@@ -184,9 +184,8 @@ METAL_FUNC Block where_seen(Range seen, Int32 key, Block x, float hidden) {
 }
 
 // A run of channels of a row in device memory, across: from `channel` on.
-template <int N, typename T>
-METAL_FUNC void load_row(device const T* row, Int32 channel, Int32 hd, Lane at,
-                         thread Blocks<N>& to) {
+template <int N>
+METAL_FUNC void load_row(Source row, Int32 channel, Int32 hd, Lane at, thread Blocks<N>& to) {
 #pragma clang loop unroll(full)
   for (Int32 first = 0; first < N; first += 4) {
     Int32 size = group_size<N>(first);
@@ -207,8 +206,8 @@ METAL_FUNC void load_row(device const T* row, Int32 channel, Int32 hd, Lane at,
   }
 }
 
-template <int N, typename T>
-METAL_FUNC void store_row(device T* row, Int32 channel, Int32 hd, Lane at,
+template <int N>
+METAL_FUNC void store_row(Target row, Int32 channel, Int32 hd, Lane at,
                           thread const Blocks<N>& from) {
 #pragma clang loop unroll(full)
   for (Int32 first = 0; first < N; first += 4) {
@@ -232,9 +231,9 @@ METAL_FUNC void store_row(device T* row, Int32 channel, Int32 hd, Lane at,
 }
 
 // A run of channels of two rows in device memory, down: from `channel` on.
-template <int N, typename T>
-METAL_FUNC void load_columns(device const T* left, device const T* right, Int32 channel, Int32 hd,
-                             Lane at, thread Blocks<N>& to) {
+template <int N>
+METAL_FUNC void load_columns(Source left, Source right, Int32 channel, Int32 hd, Lane at,
+                             thread Blocks<N>& to) {
 #pragma clang loop unroll(full)
   for (Int32 first = 0; first < N; first += 4) {
     Int32 size = group_size<N>(first);

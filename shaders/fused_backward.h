@@ -54,7 +54,7 @@ using namespace forge;
 
 // d_row = dout . o - dlse: a simdgroup a row, 8 rows in turn. Tiles are 32 queries of a head.
 kernel void attention_fused_bwd_d(
-    device const float* o [[buffer(kBufferO)]], device const float* dout [[buffer(kBufferDout)]],
+    device const float* o [[buffer(kBufferO)]], device const uchar* dout [[buffer(kBufferDout)]],
     device const float* dlse [[buffer(kBufferDlse), function_constant(has_dlse)]],
     device float* d_row [[buffer(kBufferDRow)]],
     constant AttnParams& params [[buffer(kBufferParams)]],
@@ -64,11 +64,11 @@ kernel void attention_fused_bwd_d(
   Int32 h = grid.head + Int32(group.y);
   Int32 first = (grid.tile + Int32(group.x)) * kQueryRows + Int32(simdgroup) * kBlockSize;
   Int32 end = smaller(first + kBlockSize, Int32(params.Tq));
-  HeadRows<float> o_rows = head_rows(o, params.o, b, h);
-  HeadRows<float> dout_rows = head_rows(dout, params.dout, b, h);
+  HeadRows o_rows = head_rows(source(o), params.o, b, h);
+  HeadRows dout_rows = head_rows(source(dout, is_half_q), params.dout, b, h);
   for (Int32 i = first; i < end; ++i) {
-    device const float* o_row = o_rows.row0 + i * o_rows.stride;
-    device const float* dout_row = dout_rows.row0 + i * dout_rows.stride;
+    Source o_row = after(o_rows.row0, i * o_rows.stride);
+    Source dout_row = after(dout_rows.row0, i * dout_rows.stride);
     float sum = 0.0f;
     for (Int32 c = Int32(lane) * 4; c < params.hd; c += 4 * kSimdgroupWidth) {
       float4 x = load_four(dout_row, c, params.hd);

@@ -37,9 +37,9 @@ struct OwnedKeys {
 
 // One of the two columns into its row: x * scale, or that added to what the row holds. A key that
 // nobody sees has no gradient, whatever x is.
-template <int N, typename T>
+template <int N>
 METAL_FUNC void store_column(thread const Blocks<N>& x, bool second, float scale, bool live,
-                             device T* row, Int32 channel, Int32 hd, Lane at) {
+                             Target row, Int32 channel, Int32 hd, Lane at) {
 #pragma clang loop unroll(full)
   for (Int32 first = 0; first < N; first += 4) {
     Int32 size = group_size<N>(first);
@@ -50,7 +50,7 @@ METAL_FUNC void store_column(thread const Blocks<N>& x, bool second, float scale
     if (size > 2) values.z = (second ? x.at[first + 2].y : x.at[first + 2].x) * scale;
     if (size > 2) values.w = (second ? x.at[first + 3].y : x.at[first + 3].x) * scale;
     if (!live) values = float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (accumulate) values = load_some(row, c, hd, size) + values;
+    if (accumulate) values = load_some(source(row), c, hd, size) + values;
     store_some(row, c, hd, size, values);
   }
 }
@@ -126,13 +126,13 @@ using namespace forge;
 // dv = sum of p dout and dk = scale * sum of ds q, for a tile of keys of a kv head.
 template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>::kThreads>
 [[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_fused_bwd_dkv(
-    device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
-    device const float* v [[buffer(kBufferV)]],
+    device const uchar* q [[buffer(kBufferQ)]], device const uchar* k [[buffer(kBufferK)]],
+    device const uchar* v [[buffer(kBufferV)]],
     device const float* row_max [[buffer(kBufferRowMax)]],
     device const float* row_sum [[buffer(kBufferRowSum)]],
-    device const float* dout [[buffer(kBufferDout)]],
-    device const float* d_row [[buffer(kBufferDRow)]], device float* dk [[buffer(kBufferDk)]],
-    device float* dv [[buffer(kBufferDv)]],
+    device const uchar* dout [[buffer(kBufferDout)]],
+    device const float* d_row [[buffer(kBufferDRow)]], device uchar* dk [[buffer(kBufferDk)]],
+    device uchar* dv [[buffer(kBufferDv)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],
     constant AttnParams& params [[buffer(kBufferParams)]],
     constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
@@ -163,19 +163,19 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>:
   Range seen = queries_of_keys(band, Tq, block_key, kBlockSize);
   Range queries = queries_of_keys(band, Tq, first_key, Sizes::kKeys);
   OwnedKeys<Shape::kOwnBlocks> own;
-  HeadRows<float> keys =
-      head_rows(role == kSumsDv ? k : v, role == kSumsDv ? params.k : params.v, b, kv_head);
-  load_columns(keys.row0 + smaller(key, Tk - 1) * keys.stride,
-               keys.row0 + smaller(key + 1, Tk - 1) * keys.stride, channel, params.hd, at,
+  HeadRows keys = head_rows(source(role == kSumsDv ? k : v, is_half_kv),
+                            role == kSumsDv ? params.k : params.v, b, kv_head);
+  load_columns(after(keys.row0, smaller(key, Tk - 1) * keys.stride),
+               after(keys.row0, smaller(key + 1, Tk - 1) * keys.stride), channel, params.hd, at,
                own.right);
   set_zero(own.sums);
   own.left_seen = visible_queries(band, key, Tq);
   own.right_seen = visible_queries(band, key + 1, Tq);
 
-  HeadRows<float> q_rows = head_rows(q, params.q, b, kv_head * grid.rep);
-  HeadRows<float> dout_rows = head_rows(dout, params.dout, b, kv_head * grid.rep);
-  device const float* q_head = q_rows.row0 + queries.begin * q_rows.stride;
-  device const float* dout_head = dout_rows.row0 + queries.begin * dout_rows.stride;
+  HeadRows q_rows = head_rows(source(q, is_half_q), params.q, b, kv_head * grid.rep);
+  HeadRows dout_rows = head_rows(source(dout, is_half_q), params.dout, b, kv_head * grid.rep);
+  Source q_head = after(q_rows.row0, queries.begin * q_rows.stride);
+  Source dout_head = after(dout_rows.row0, queries.begin * dout_rows.stride);
   Int64 stat = stat_index(params, b, kv_head * grid.rep, 0);
   // The tile that meets own.right, and the other one; where this simdgroup leaves its products, and
   // where everybody finds all of them.
@@ -186,8 +186,8 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>:
   Int32 own_slot = role * kRoleSlots + part * Sizes::kSlots + slot;
   bool fresh = true;
   for (Int32 n = 0; n < grid.rep; ++n) {
-    device const float* q_from = q_head;
-    device const float* dout_from = dout_head;
+    Source q_from = q_head;
+    Source dout_from = dout_head;
     for (Int32 first = queries.begin; first < queries.end; first += Sizes::kRows) {
       if (!fresh) metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
       fresh = false;
@@ -197,8 +197,8 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>:
       bool dout_finite = stage_rows<kHd, Sizes::kRows, Sizes::kThreads, kAbsentRowsAreZeros>(
           dout_from, dout_rows.stride, present, params.hd, thread_, q_tile + Sizes::kTileFloats);
       leave_vote(votes, finite && dout_finite, simdgroup, lane);
-      q_from += Sizes::kRows * q_rows.stride;
-      dout_from += Sizes::kRows * dout_rows.stride;
+      q_from = after(q_from, Sizes::kRows * q_rows.stride);
+      dout_from = after(dout_from, Sizes::kRows * dout_rows.stride);
       if (thread_ < uint(Sizes::kRows)) {
         Int64 i = stat + smaller(first + Int32(thread_), Tq - 1);
         RowStatistics row;
@@ -238,19 +238,19 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>:
         add_rows(sum_rows + r * kBlockSize * Shape::kStride, Shape::kStride, w, i, finite, at, own);
       }
     }
-    q_head += params.q.head;
-    dout_head += params.dout.head;
+    q_head = after(q_head, params.q.head);
+    dout_head = after(dout_head, params.dout.head);
     stat += Tq;
   }
 
-  device float* out = role == kSumsDv ? dv : dk;
+  Target out = role == kSumsDv ? target(dv, is_half_dv) : target(dk, is_half_dk);
   AttnStrides strides = role == kSumsDv ? params.dv : params.dk;
   float scale = role == kSumsDv ? 1.0f : params.scale;
   for (Int32 second = 0; second < 2; ++second) {
     Int32 j = key + second;
     if (j >= Tk) continue;
     bool live = j >= band.key_begin && j < band.key_end;
-    store_column(own.sums, second != 0, scale, live, out + offset_of(strides, b, j, kv_head),
+    store_column(own.sums, second != 0, scale, live, after(out, offset_of(strides, b, j, kv_head)),
                  channel, params.hd, at);
   }
 }

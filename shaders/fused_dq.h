@@ -65,12 +65,12 @@ using namespace forge;
 // dq = scale * sum over the keys of ds k, for a tile of 32 rows of a kv head's group.
 template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DqShape<kHd, kGpu>::kThreads>
 [[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_fused_bwd_dq(
-    device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
-    device const float* v [[buffer(kBufferV)]],
+    device const uchar* q [[buffer(kBufferQ)]], device const uchar* k [[buffer(kBufferK)]],
+    device const uchar* v [[buffer(kBufferV)]],
     device const float* row_max [[buffer(kBufferRowMax)]],
     device const float* row_sum [[buffer(kBufferRowSum)]],
-    device const float* dout [[buffer(kBufferDout)]],
-    device const float* d_row [[buffer(kBufferDRow)]], device float* dq [[buffer(kBufferDq)]],
+    device const uchar* dout [[buffer(kBufferDout)]],
+    device const float* d_row [[buffer(kBufferDRow)]], device uchar* dq [[buffer(kBufferDq)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],
     constant AttnParams& params [[buffer(kBufferParams)]],
     constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
@@ -97,21 +97,23 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DqShape<kHd, kGpu>::
   ScoreOptions options = score_options(params, grid);
   Range seen = keys_of_rows(rows, first_row + row_block * kBlockSize, kBlockSize);
   Range keys = keys_of_rows(rows, first_row, kQueryRows);
-  HeadRows<float> k_rows = head_rows(k, params.k, rows.b, rows.kv_head);
-  HeadRows<float> v_rows = head_rows(v, params.v, rows.b, rows.kv_head);
-  device float* dq_row = dq + offset_of(params.dq, rows.b, place.query, place.head) + channel;
+  HeadRows k_rows = head_rows(source(k, is_half_kv), params.k, rows.b, rows.kv_head);
+  HeadRows v_rows = head_rows(source(v, is_half_kv), params.v, rows.b, rows.kv_head);
+  Target dq_row = after(target(dq, is_half_dq),
+                        offset_of(params.dq, rows.b, place.query, place.head) + channel);
   OwnedRows<Shape::kOwnBlocks> own;
-  load_row(q + offset_of(params.q, rows.b, place.query, place.head), channel, params.hd, at, own.q);
-  load_row(dout + offset_of(params.dout, rows.b, place.query, place.head), channel, params.hd, at,
-           own.dout);
+  load_row(after(source(q, is_half_q), offset_of(params.q, rows.b, place.query, place.head)),
+           channel, params.hd, at, own.q);
+  load_row(after(source(dout, is_half_q), offset_of(params.dout, rows.b, place.query, place.head)),
+           channel, params.hd, at, own.dout);
   set_zero(own.dq);
   own.statistics.m = row_max[stat];
   own.statistics.inverse_l = 1.0f / row_sum[stat];
   own.statistics.d = d_row[stat];
   own.seen = visible_keys(rows.band, place.query);
 
-  device const float* k_from = k_rows.row0 + keys.begin * k_rows.stride;
-  device const float* v_from = v_rows.row0 + keys.begin * v_rows.stride;
+  Source k_from = after(k_rows.row0, keys.begin * k_rows.stride);
+  Source v_from = after(v_rows.row0, keys.begin * v_rows.stride);
   for (Int32 first = keys.begin; first < keys.end; first += Sizes::kKeys) {
     TileRows present = {0, keys.end - first};
     bool finite = stage_rows<kHd, Sizes::kKeys, Sizes::kThreads, kAbsentRowsAreOthers>(
@@ -119,8 +121,8 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DqShape<kHd, kGpu>::
     leave_vote(votes, finite, simdgroup, lane);
     stage_rows<kHd, Sizes::kKeys, Sizes::kThreads, kAbsentRowsAreOthers>(
         v_from, v_rows.stride, present, params.hd, thread_, k_tile + Sizes::kTileFloats);
-    k_from += Sizes::kKeys * k_rows.stride;
-    v_from += Sizes::kKeys * v_rows.stride;
+    k_from = after(k_from, Sizes::kKeys * k_rows.stride);
+    v_from = after(v_from, Sizes::kKeys * v_rows.stride);
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
     BlockSpan span = block_span(seen, own.seen, own.seen, first, Sizes::kKeys);
@@ -169,7 +171,7 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DqShape<kHd, kGpu>::
   Int32 hd = params.hd - channel;
   Blocks<Shape::kOwnBlocks> before;
   set_zero(before);
-  if (accumulate) load_row(dq_row, 0, hd, at, before);
+  if (accumulate) load_row(source(dq_row), 0, hd, at, before);
 #pragma clang loop unroll(full)
   for (Int32 n = 0; n < Shape::kOwnBlocks; ++n) {
     Block x = Block(own.dq.at[n].x * params.scale, own.dq.at[n].y * params.scale);

@@ -87,12 +87,17 @@ METAL_FUNC void add_values(thread const Blocks<kKeyBlocks>& p, float alpha, Bloc
   }
 }
 
-// The end of a run of keys: `row`, which starts at the simdgroup's channels, holds what the runs
-// before it came to, if there were any, and takes what all come to now; after the last run it takes
-// the result.
+// Where a row's results go, from the simdgroup's channels on.
+struct ResultRow {
+  Target o;        // float, as the sums before the last run are
+  Target rounded;  // where has_rounded says so
+};
+
+// The end of a run of keys: row.o holds what the runs before it came to, if there were any, and
+// takes what all come to now; after the last run it takes the result.
 template <int N, int kRuns>
-METAL_FUNC void end_run(thread OwnedQueries<N, kRuns>& own, bool first, bool last,
-                        device float* row, Int32 hd, Lane at) {
+METAL_FUNC void end_run(thread OwnedQueries<N, kRuns>& own, bool first, bool last, ResultRow row,
+                        Int32 hd, Lane at) {
   Shares shares;
   shares.before = 0.0f;
   shares.after = 1.0f;
@@ -109,7 +114,7 @@ METAL_FUNC void end_run(thread OwnedQueries<N, kRuns>& own, bool first, bool las
     Int32 c = run * N * kBlockSize;
     if (!first) {
       Blocks<N> before;
-      load_row(row, c, hd, at, before);
+      load_row(source(row.o), c, hd, at, before);
 #pragma clang loop unroll(full)
       for (Int32 n = 0; n < N; ++n) {
         own.o[run].at[n] = merged(shares, before.at[n], own.o[run].at[n]);
@@ -119,7 +124,8 @@ METAL_FUNC void end_run(thread OwnedQueries<N, kRuns>& own, bool first, bool las
     for (Int32 n = 0; n < N; ++n) {
       own.o[run].at[n] = live ? own.o[run].at[n] * factor : Block(0.0f, 0.0f);
     }
-    store_row(row, c, hd, at, own.o[run]);
+    store_row(row.o, c, hd, at, own.o[run]);
+    if (has_rounded && last) store_row(row.rounded, c, hd, at, own.o[run]);
     set_zero(own.o[run]);
   }
   own.sums = no_sums();
@@ -133,8 +139,9 @@ using namespace forge;
 // the other is staged.
 template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kGpu>::kThreads>
 [[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_fused_fwd(
-    device const float* q [[buffer(kBufferQ)]], device const float* k [[buffer(kBufferK)]],
-    device const float* v [[buffer(kBufferV)]], device float* o [[buffer(kBufferO)]],
+    device const uchar* q [[buffer(kBufferQ)]], device const uchar* k [[buffer(kBufferK)]],
+    device const uchar* v [[buffer(kBufferV)]], device float* o [[buffer(kBufferO)]],
+    device uchar* rounded_o [[buffer(kBufferRounded), function_constant(has_rounded)]],
     device float* row_max [[buffer(kBufferRowMax)]],
     device float* row_sum [[buffer(kBufferRowSum)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],
@@ -160,16 +167,22 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kG
   ScoreOptions options = score_options(params, grid);
   Range keys = keys_of_rows(rows, first_row, kQueryRows);
   Range seen = keys_of_rows(rows, first_row + row_block * kBlockSize, kBlockSize);
-  HeadRows<float> k_rows = head_rows(k, params.k, rows.b, rows.kv_head);
-  HeadRows<float> v_rows = head_rows(v, params.v, rows.b, rows.kv_head);
-  device float* o_row = o + offset_of(params.o, rows.b, place.query, place.head) + channel;
+  HeadRows k_rows = head_rows(source(k, is_half_kv), params.k, rows.b, rows.kv_head);
+  HeadRows v_rows = head_rows(source(v, is_half_kv), params.v, rows.b, rows.kv_head);
+  ResultRow result;
+  result.o = after(target(o), offset_of(params.o, rows.b, place.query, place.head) + channel);
+  result.rounded = result.o;
+  if (has_rounded) {
+    result.rounded = after(target(rounded_o, true),
+                           offset_of(params.rounded, rows.b, place.query, place.head) + channel);
+  }
   Int64 stat = stat_index(params, rows.b, place.head, place.query);
   OwnedQueries<Shape::kRunBlocks, Shape::kRuns> own;
   own.seen = visible_keys(rows.band, place.query);
   own.sums = no_sums();
 #pragma clang loop unroll(full)
   for (Int32 run = 0; run < Shape::kRuns; ++run) {
-    load_row(q + offset_of(params.q, rows.b, place.query, place.head),
+    load_row(after(source(q, is_half_q), offset_of(params.q, rows.b, place.query, place.head)),
              channel + run * Shape::kRunChannels, params.hd, at, own.q[run]);
     set_zero(own.o[run]);
   }
@@ -179,8 +192,8 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kG
   Int32 first = keys.begin / Shape::kKeys * Shape::kKeys;
   Int64 k_step = Shape::kKeys * k_rows.stride;
   Int64 v_step = Shape::kKeys * v_rows.stride;
-  device const float* k_from = k_rows.row0 + first * k_rows.stride;
-  device const float* v_from = v_rows.row0 + first * v_rows.stride;
+  Source k_from = after(k_rows.row0, first * k_rows.stride);
+  Source v_from = after(v_rows.row0, first * v_rows.stride);
   if (!empty) {
     TileRows present = {keys.begin - first, keys.end - first};
     stage_rows<kHd, Shape::kKeys, Shape::kThreads, kAbsentRowsAreOthers>(
@@ -207,8 +220,8 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kG
         }
       }
       metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-      k_from += k_step;
-      v_from += v_step;
+      k_from = after(k_from, k_step);
+      v_from = after(v_from, v_step);
       if (!last) {
         TileRows ahead = {0, keys.end - next};
         stage_rows<kHd, Shape::kKeys, Shape::kThreads, kAbsentRowsAreOthers>(
@@ -233,7 +246,7 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kG
     }
     if (last || next % kSplitKeys == 0) {
       if (exists) {
-        end_run(own, first_run, last, o_row, params.hd - channel, at);
+        end_run(own, first_run, last, result, params.hd - channel, at);
         if (channel == 0 && at.column == 0) {
           row_max[stat] = own.total.m;
           row_sum[stat] = own.total.l;

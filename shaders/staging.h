@@ -1,15 +1,14 @@
 // How rows of an array come into threadgroup memory, and what becomes of NaN and infinity there.
 #pragma once
 
-#include "shared/attn_params.h"
+#include "stored.h"
 #include "tiles.h"
 
 namespace forge {
 
 // Rows of one head of an array in device memory; element 0 of row 0 is at row0.
-template <typename T>
 struct HeadRows {
-  device const T* row0;
+  Source row0;
   Int64 stride;
 };
 
@@ -19,10 +18,9 @@ METAL_FUNC Int64 offset_of(AttnStrides strides, Int32 b, Int32 t, Int32 head) {
   return element_offset(strides, Int64(uint(b)), Int64(uint(t)), Int64(uint(head)));
 }
 
-template <typename T>
-METAL_FUNC HeadRows<T> head_rows(device const T* array, AttnStrides strides, Int32 b, Int32 head) {
-  HeadRows<T> rows;
-  rows.row0 = array + offset_of(strides, b, 0, head);
+METAL_FUNC HeadRows head_rows(Source array, AttnStrides strides, Int32 b, Int32 head) {
+  HeadRows rows;
+  rows.row0 = after(array, offset_of(strides, b, 0, head));
   rows.stride = strides.row;
   return rows;
 }
@@ -79,9 +77,9 @@ enum AbsentRows { kAbsentRowsAreZeros, kAbsentRowsAreOthers };
 // what is read for them lies within the rows. Returns whether all that the lane read is finite,
 // where a mask makes that matter. The vector path has offsets of 32 bits: the host sees to it that
 // they fit.
-template <int kHd, int kRows, int kThreads, AbsentRows kAbsent, typename T>
-METAL_FUNC bool stage_rows(device const T* from, Int64 stride, TileRows rows, Int32 hd,
-                           uint thread_, threadgroup float* tile) {
+template <int kHd, int kRows, int kThreads, AbsentRows kAbsent>
+METAL_FUNC bool stage_rows(Source from, Int64 stride, TileRows rows, Int32 hd, uint thread_,
+                           threadgroup float* tile) {
   typedef StagingShape<kHd, kRows, kThreads> Shape;
   Int32 lane = Int32(thread_ % uint(Shape::kLanes));
   Int32 first = Int32(thread_ / uint(Shape::kLanes));
@@ -90,12 +88,7 @@ METAL_FUNC bool stage_rows(device const T* from, Int64 stride, TileRows rows, In
 #pragma clang loop unroll(full)
   for (Int32 n = 0; n < Shape::kDown; ++n) {
     Int32 there = smaller(larger(first + n * Shape::kRowsAtOnce, rows.begin), rows.end - 1);
-    device const T* row = from;
-    if (is_aligned) {
-      row += there * Int32(stride);
-    } else {
-      row += there * stride;
-    }
+    Source row = after(from, is_aligned ? there * Int32(stride) : there * stride);
 #pragma clang loop unroll(full)
     for (Int32 i = 0; i < Shape::kAcross; ++i) {
       Int32 quad = lane + i * Shape::kLanes;

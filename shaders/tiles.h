@@ -12,7 +12,6 @@
 
 #include <metal_stdlib>
 
-#include "constants.h"
 #include "shared/attn_math.h"
 #include "shared/fused_tiling.h"
 
@@ -101,16 +100,7 @@ METAL_FUNC constexpr Int32 group_size(Int32 first) {
   return N - first < 4 ? N - first : 4;
 }
 
-// Four neighbours at once, of an array in device memory: an overload for each type that it may
-// have.
-METAL_FUNC float4 read_four(device const float* at) {
-  return *reinterpret_cast<device const float4*>(at);
-}
-METAL_FUNC void write_four(device float* at, float4 x) {
-  *reinterpret_cast<device float4*>(at) = x;
-}
-
-// Of a tile.
+// Four neighbours, or two, of a tile in threadgroup memory.
 METAL_FUNC float4 four_at(threadgroup const float* at) {
   return *reinterpret_cast<threadgroup const float4*>(at);
 }
@@ -119,58 +109,6 @@ METAL_FUNC float2 two_at(threadgroup const float* at) {
 }
 METAL_FUNC void put_four(threadgroup float* at, float4 x) {
   *reinterpret_cast<threadgroup float4*>(at) = x;
-}
-
-METAL_FUNC bool is_channel(Int32 c, Int32 hd) { return is_whole || c < hd; }
-
-template <typename T>
-METAL_FUNC float load_one(device const T* row, Int32 c, Int32 hd) {
-  bool inside = is_channel(c, hd);
-  float x = float(row[inside ? c : 0]);
-  return inside ? x : 0.0f;
-}
-
-// Four channels of a row in device memory from c on, zeros from hd on. Not aligned: rows start at
-// any element, and each of the four is read at a place inside the row.
-template <typename T>
-METAL_FUNC float4 load_four(device const T* row, Int32 c, Int32 hd) {
-  if (is_aligned) {
-    bool inside = is_channel(c, hd);
-    float4 x = read_four(row + (inside ? c : 0));
-    return float4(inside ? x.x : 0.0f, inside ? x.y : 0.0f, inside ? x.z : 0.0f,
-                  inside ? x.w : 0.0f);
-  }
-  return float4(load_one(row, c, hd), load_one(row, c + 1, hd), load_one(row, c + 2, hd),
-                load_one(row, c + 3, hd));
-}
-
-template <typename T>
-METAL_FUNC void store_four(device T* row, Int32 c, Int32 hd, float4 x) {
-  if (is_aligned) {
-    if (is_channel(c, hd)) write_four(row + c, x);
-    return;
-  }
-  if (is_channel(c, hd)) row[c] = T(x.x);
-  if (is_channel(c + 1, hd)) row[c + 1] = T(x.y);
-  if (is_channel(c + 2, hd)) row[c + 2] = T(x.z);
-  if (is_channel(c + 3, hd)) row[c + 3] = T(x.w);
-}
-
-// `count` channels, 4 or fewer; four of them are aligned as above.
-template <typename T>
-METAL_FUNC float4 load_some(device const T* row, Int32 c, Int32 hd, Int32 count) {
-  if (count == 4) return load_four(row, c, hd);
-  return float4(load_one(row, c, hd), count == 2 ? load_one(row, c + 1, hd) : 0.0f, 0.0f, 0.0f);
-}
-
-template <typename T>
-METAL_FUNC void store_some(device T* row, Int32 c, Int32 hd, Int32 count, float4 x) {
-  if (count == 4) {
-    store_four(row, c, hd, x);
-    return;
-  }
-  if (is_channel(c, hd)) row[c] = T(x.x);
-  if (count == 2 && is_channel(c + 1, hd)) row[c + 1] = T(x.y);
 }
 
 // A group of a run's blocks with channels across, from a tile whose rows are aligned to four: the

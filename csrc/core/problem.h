@@ -67,6 +67,8 @@ AttnStrides* strides_in(AttnParamsOf<Real>& params, BufferIndex slot) {
       return &params.dk;
     case kBufferDv:
       return &params.dv;
+    case kBufferRounded:
+      return &params.rounded;
     default:
       return nullptr;
   }

@@ -146,6 +146,12 @@ void check_operand(const OperandInfo& info, const Problem& problem) {
   }
   const Use use = use_of(info, problem);
   if (is_written(use)) check_output(name, operand);
+  if (info.slot != kBufferRounded) return;
+  const DType kept = problem.operands[kBufferO].dtype;
+  require(is_half(operand.dtype) && !is_half(kept), name,
+          " must be of half precision beside a "
+          "float32 o, got ",
+          dtype_name(operand.dtype), " beside ", dtype_name(kept));
 }
 
 }  // namespace forge

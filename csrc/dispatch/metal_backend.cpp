@@ -23,9 +23,9 @@ class MetalBackend final : public Backend {
     if (problem.dtype == DType::kFloat64) {
       return {false, "Metal has no float64; float64 needs backend='cpu'"};
     }
-    if (is_half(problem.dtype) || is_half(problem.kv_dtype)) {
-      return {false, std::string("the Metal kernels take float32, got ") +
-                         dtype_name(is_half(problem.dtype) ? problem.dtype : problem.kv_dtype)};
+    if (problem.family == Family::kMaterialized && is_half(problem.kv_dtype)) {
+      return {false, std::string("the materialized Metal kernels take float32, got ") +
+                         dtype_name(problem.kv_dtype)};
     }
     if (problem.family == Family::kFused && problem.hd > kMaxFusedHeadDim) {
       return {false, "the fused Metal kernels take head dims 1 to " +

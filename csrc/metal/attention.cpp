@@ -27,14 +27,21 @@ Access access_of(Use use, const Problem& problem) {
   }
 }
 
+// Whether the forward keeps o in memory of its own, in float32, and writes halves to the array: the
+// sums over runs of keys are rounded once, at their end.
+bool rounds_into_o(const Problem& problem) {
+  return problem.pass == Pass::kForward && is_half(problem.operands[kBufferO].dtype);
+}
+
 // The arrays that the problem's kernels take, bound by their slots.
 void add_operands(Buffers& buffers, AttnParams& params, const Problem& problem) {
   for (const OperandInfo& info : operand_table()) {
     const Use use = use_of(info, problem);
     const Operand& operand = problem.operands[info.slot];
     if (use == Use::kNone || (is_optional(use) && operand.data == nullptr)) continue;
-    buffers.add(
-        {info.slot, info.name, access_of(use, problem), operand, strides_in(params, info.slot)});
+    const bool rounded = info.slot == kBufferO && rounds_into_o(problem);
+    const BufferIndex slot = rounded ? kBufferRounded : info.slot;
+    buffers.add({slot, info.name, access_of(use, problem), operand, strides_in(params, slot)});
   }
   buffers.add_private(kBufferRanges, "ranges", problem.ranges.data(),
                       problem.ranges.size() * sizeof(AttnRange));
@@ -69,12 +76,16 @@ std::vector<Kernel> kernels_of(const Problem& problem, const AttnParams& params)
 }
 
 // Memory of the call's own.
-void add_scratch(Buffers& buffers, const Problem& problem, const AttnParams& params) {
+void add_scratch(Buffers& buffers, const Problem& problem, AttnParams& params) {
   const auto scratch = [&](BufferIndex slot, const char* name, Int64 floats) {
     buffers.add_private(slot, name, nullptr, static_cast<std::size_t>(floats) * sizeof(float));
   };
   if (problem.pass == Pass::kBackward) {
     scratch(kBufferDRow, "d_row", params.B * params.H * params.Tq);
+  }
+  if (rounds_into_o(problem)) {
+    params.o = compact_strides(params.Tq, params.H, params.hd);
+    scratch(kBufferO, "o in float32", params.B * params.o.batch);
   }
   const bool fused_forward = problem.family == Family::kFused && problem.pass == Pass::kForward;
   if (fused_forward && fused::is_decode(params)) {
@@ -90,6 +101,18 @@ std::vector<MemoryBlock> owned_by_outputs(const Problem& problem) {
     if (is_written(use)) owned.push_back(problem.operands[info.slot].owner);
   }
   return owned;
+}
+
+// What the fused kernels are told of the arrays' types.
+void set_types(Switches& switches, const Problem& problem) {
+  const auto holds_halves = [&](BufferIndex slot) { return is_half(problem.operands[slot].dtype); };
+  switches.is_bfloat = problem.kv_dtype == DType::kBFloat16;
+  switches.is_half_q = is_half(problem.dtype);
+  switches.is_half_kv = is_half(problem.kv_dtype);
+  switches.has_rounded = rounds_into_o(problem) || holds_halves(kBufferRounded);
+  switches.is_half_dq = holds_halves(kBufferDq);
+  switches.is_half_dk = holds_halves(kBufferDk);
+  switches.is_half_dv = holds_halves(kBufferDv);
 }
 
 }  // namespace
@@ -111,6 +134,7 @@ std::string fused_unavailable_reason(const Problem& problem) {
     const AttnParams params = params_as<float>(problem);
     Kernel kernel = fused::is_decode(params) ? fused::decode(params) : fused::fwd(params);
     kernel.switches.is_aligned = true;  // as most calls have it
+    set_types(kernel.switches, problem);
     context->pipelines().get(kernel.name, kernel.switches);
     context->runs_fused = true;
     return "";
@@ -130,7 +154,10 @@ Ran run(const Problem& problem) {
   add_scratch(buffers, problem, params);
   buffers.make();
   for (Kernel kernel : kernels_of(problem, params)) {
-    kernel.switches.is_aligned = kernel.threadgroup_threads > 0 && buffers.are_aligned();
+    if (problem.family == Family::kFused) {
+      kernel.switches.is_aligned = buffers.are_aligned();
+      set_types(kernel.switches, problem);
+    }
     stream.run(kernel);
   }
   stream.finish();

@@ -14,13 +14,10 @@
 #include "core/errors.h"
 
 namespace forge::metal {
-namespace {
 
 AttnStrides compact_strides(Int64 T, Int64 heads, Int64 hd) {
   return {T * heads * hd, heads * hd, hd, 0};
 }
-
-}  // namespace
 
 // Calls visit(bytes from element [0, 0, 0, 0] to (b, t, h, 0), bytes to it in a compact copy).
 template <typename Visit>

@@ -29,6 +29,9 @@ struct DeviceArray {
   AttnStrides* strides;
 };
 
+// Of a [B, T, heads, hd] array without gaps.
+AttnStrides compact_strides(Int64 T, Int64 heads, Int64 hd);
+
 // Arrays on the same pages share a buffer, bound at different offsets.
 class Buffers {
  public:

@@ -22,6 +22,13 @@ struct Switches {
   bool accumulate = false;
   bool is_aligned = false;
   bool is_whole = false;
+  bool is_bfloat = false;
+  bool is_half_q = false;
+  bool is_half_kv = false;
+  bool has_rounded = false;
+  bool is_half_dq = false;
+  bool is_half_dk = false;
+  bool is_half_dv = false;
 
   template <typename Visit>
   void list(Visit&& visit) const {
@@ -32,6 +39,13 @@ struct Switches {
     visit(kConstantAccumulate, accumulate);
     visit(kConstantIsAligned, is_aligned);
     visit(kConstantIsWhole, is_whole);
+    visit(kConstantIsBfloat, is_bfloat);
+    visit(kConstantIsHalfQ, is_half_q);
+    visit(kConstantIsHalfKv, is_half_kv);
+    visit(kConstantHasRounded, has_rounded);
+    visit(kConstantIsHalfDq, is_half_dq);
+    visit(kConstantIsHalfDk, is_half_dk);
+    visit(kConstantIsHalfDv, is_half_dv);
   }
 };
 

@@ -61,6 +61,7 @@ struct AttnParamsOf {
   AttnStrides dq;
   AttnStrides dk;
   AttnStrides dv;
+  AttnStrides rounded;
   Int32 H;       // query heads
   Int32 Hkv;     // key/value heads; query head h reads kv head h / (H / Hkv)
   Int32 hd;      // head dim
@@ -86,13 +87,14 @@ FORGE_INLINE Int64 element_offset(AttnStrides strides, Int64 b, Int64 t, Int64 h
 static_assert(sizeof(AttnStrides) == 32, "layout shared with the shaders");
 static_assert(sizeof(AttnSpan) == 16, "layout shared with the shaders");
 static_assert(sizeof(AttnRange) == 24, "layout shared with the shaders");
-static_assert(sizeof(AttnParams) == 320, "layout shared with the shaders");
+static_assert(sizeof(AttnParams) == 352, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, window_left) == 24, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, q) == 40, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, dv) == 264, "layout shared with the shaders");
-static_assert(offsetof(AttnParams, H) == 296, "layout shared with the shaders");
-static_assert(offsetof(AttnParams, scale) == 312, "layout shared with the shaders");
-static_assert(offsetof(AttnParams, softcap) == 316, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, rounded) == 296, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, H) == 328, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, scale) == 344, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, softcap) == 348, "layout shared with the shaders");
 #endif
 
 }  // namespace forge

@@ -13,6 +13,14 @@ enum FunctionConstant {
   kConstantAccumulate = 10,  // bool: gradients are added to what dq, dk and dv hold
   kConstantIsAligned = 11,   // bool: four channels of a row may be read and written at once
   kConstantIsWhole = 12,     // bool: params.hd is the head dim of the instantiation
+  // Element types: 16 bits instead of float.
+  kConstantIsBfloat = 16,    // bool: the 16 bits are a bfloat16, not a half
+  kConstantIsHalfQ = 17,     // bool: q and dout
+  kConstantIsHalfKv = 18,    // bool: k and v
+  kConstantHasRounded = 19,  // bool: o is wanted in 16 bits
+  kConstantIsHalfDq = 20,    // bool
+  kConstantIsHalfDk = 21,    // bool
+  kConstantIsHalfDv = 22,    // bool
 };
 
 }  // namespace forge

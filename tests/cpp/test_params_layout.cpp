@@ -17,7 +17,7 @@ void test_fields_are_consecutive() {
     *field = ++count;
   }
   for (forge::AttnStrides* strides : {&params.q, &params.k, &params.v, &params.o, &params.dout,
-                                      &params.dq, &params.dk, &params.dv}) {
+                                      &params.dq, &params.dk, &params.dv, &params.rounded}) {
     strides->batch = ++count;
     strides->row = ++count;
     strides->head = ++count;
@@ -37,13 +37,13 @@ void test_params_as_keeps_every_field() {
   problem.Tk = 3;
   problem.window_left = 4;
   problem.window_right = 5;
-  forge::AttnParams expected{1, 2, 3, 4, 5, {}, {}, {}, {}, {}, {}, {}, {}, 6, 7, 8, 1, 0.125f, 50};
+  forge::AttnParams expected{1,  2,  3,  4,  5, {}, {}, {}, {},     {},
+                             {}, {}, {}, {}, 6, 7,  8,  1,  0.125f, 50};
   std::int64_t count = 100;
   for (const forge::OperandInfo& info : forge::operand_table()) {
     forge::AttnStrides* strides = forge::strides_in(expected, info.slot);
     const bool heads = info.axes == forge::Axes::kQueryHeads || info.axes == forge::Axes::kKeyHeads;
-    const bool by_cpu_only = info.slot == forge::kBufferRounded;  // whose kernels read operands
-    CHECK((strides != nullptr) == (heads && !by_cpu_only));
+    CHECK((strides != nullptr) == heads);
     if (strides == nullptr) continue;
     *strides = {count, count + 1, count + 2, 0};
     problem.operands[info.slot].strides = {count, count + 1, count + 2, 1};

@@ -330,13 +330,18 @@ struct bias;
 struct level;
 }  // namespace metal
 
-// 2.21 Type Conversions and Reinterpreting Data
+// 2.21 Type Conversions and Reinterpreting Data. Whoever runs the text brings a body.
+#ifndef FORGE_AS_TYPE
+#define FORGE_AS_TYPE(To, from) \
+  (void)from;                   \
+  return To();
+#endif
 template <typename To, typename From>
-To as_type(From) {
+To as_type(From from) {
   static_assert(
       sizeof(To) == sizeof(From),
       "MSL 2.21 Type Conversions and Reinterpreting Data | as_type needs types of one size");
-  return To();
+  FORGE_AS_TYPE(To, from)
 }
 // 5.8.1 Specifying Program Scope Function Constants
 template <typename T>

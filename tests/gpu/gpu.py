@@ -58,7 +58,7 @@ class Params(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("B", "Tq", "Tk", "window_left", "window_right")),
-        *((name, Strides) for name in ("q", "k", "v", "o", "dout", "dq", "dk", "dv")),
+        *((name, Strides) for name in ("q", "k", "v", "o", "dout", "dq", "dk", "dv", "rounded")),
         *((name, ctypes.c_int32) for name in ("H", "Hkv", "hd", "causal")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
@@ -72,6 +72,22 @@ def grid_of(params: Params) -> Grid:
     most = np.finfo(np.float32).max
     inverse = min(1 / np.float32(params.softcap), most) if params.softcap > 0 else 0
     return Grid(rep=rep, rep_factor=factor, rep_shift=shift, inverse_softcap=inverse)
+
+
+def stored(x: np.ndarray, element: str) -> np.ndarray:
+    """Return float32 numbers as an array of another element type; bfloat16 as its 16 bits."""
+    if element != "bfloat16":
+        return x.astype(element)
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(x), bits >> 16 | 0x40, nearest).astype(np.uint16)
+
+
+def widened(x: np.ndarray) -> np.ndarray:
+    """Return the numbers of an array of any element type in float32."""
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float32)
 
 
 def reach(window: int) -> int:
@@ -173,12 +189,13 @@ class Bound:
     @property
     def strides(self) -> Strides:
         """Element strides, and where the first element lies."""
-        batch, row, head = (step // 4 for step in self.host.strides[:3])
-        return Strides(batch, row, head, (self.host.ctypes.data - self.low) // 4)
+        size = self.host.itemsize
+        batch, row, head = (step // size for step in self.host.strides[:3])
+        return Strides(batch, row, head, (self.host.ctypes.data - self.low) // size)
 
     @property
     def is_aligned(self) -> bool:
-        """Whether four channels of a row lie at a multiple of 16 bytes."""
+        """Whether four channels of a row lie at a multiple of their size."""
         strides = self.strides
         numbers = (self.host.shape[3], strides.batch, strides.row, strides.head, strides.first)
         return all(number % 4 == 0 for number in numbers)
@@ -211,6 +228,9 @@ class Call:
             has_causal=bool(self.params.causal),
             has_window=max(self.params.window_left, self.params.window_right) >= 0,
             is_whole=self.head_dim == hd,
+            is_bfloat=k.dtype == np.uint16,
+            is_half_q=q.itemsize == 2,
+            is_half_kv=k.itemsize == 2,
         )
         columns = [
             np.broadcast_to(np.asarray(default if given is None else given, dtype=object), (B,))
@@ -225,6 +245,7 @@ class Call:
             "Params": self.params, "Ranges": self.bind_raw(records), "Grid": grid_of(self.params),
         }  # fmt: skip
         self.bounds: list[Bound] = []
+        self.rounded: Bound | None = None
         for name, array in (("q", q), ("k", k), ("v", v)):
             self.bind(name, array)
 
@@ -247,7 +268,7 @@ class Call:
             (step * (length - 1)) for step, length in zip(host.strides, host.shape, strict=True)
         ]
         low = host.ctypes.data + sum(min(step, 0) for step in steps)
-        size = sum(abs(step) for step in steps) + 4
+        size = sum(abs(step) for step in steps) + host.itemsize
         memory = self._gpu.allocate(size)
         self._memory.callback(self._gpu.free, memory)
         self._gpu.write(memory, low, size)
@@ -296,10 +317,15 @@ class Call:
         grid = (tiles, p.Hkv if heads is None else heads, p.B)
         self._gpu.launch_tiles(kernel, grid, threads, self.slots)
 
-    def fused_forward(self, out: np.ndarray, decode: bool = False) -> None:
-        """Fill out, row_max and row_sum."""
+    def fused_forward(
+        self, out: np.ndarray, rounded: np.ndarray | None = None, decode: bool = False
+    ) -> None:
+        """Fill out, what it is in half precision, row_max and row_sum."""
         p, hd = self.params, self.head_dim
         self.out = self.bind("o", out)
+        if rounded is not None:
+            self.rounded = self.bind("rounded", rounded)
+        self._gpu.set_constants(has_rounded=rounded is not None)
         self.new_rows("RowMax")
         self.new_rows("RowSum")
         if decode:
@@ -319,6 +345,9 @@ class Call:
             self.slots["Dlse"] = self.bind_raw(np.ascontiguousarray(dlse, np.float32))
         self.new_rows("DRow")
         self.results = {name: self.bind(name, array) for name, array in outputs.items()}
+        self._gpu.set_constants(
+            **{f"is_half_{name}": x.itemsize == 2 for name, x in outputs.items()}
+        )
 
     def fused_backward(self, accumulate: bool) -> None:
         """Fill dq, dk and dv."""

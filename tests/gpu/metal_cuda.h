@@ -2,11 +2,14 @@
 // a threadgroup is a block; simdgroup matrices lie over the lanes as on Apple GPUs.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
+typedef unsigned char uchar;
 typedef unsigned int uint;
 typedef unsigned short ushort;
 
@@ -39,6 +42,16 @@ struct alignas(16) float4 {
   float w;
   float4() = default;
   __host__ __device__ float4(float first, float second, float third, float fourth)
+      : x(first), y(second), z(third), w(fourth) {}
+};
+
+struct alignas(8) ushort4 {
+  ushort x;
+  ushort y;
+  ushort z;
+  ushort w;
+  ushort4() = default;
+  __host__ __device__ ushort4(ushort first, ushort second, ushort third, ushort fourth)
       : x(first), y(second), z(third), w(fourth) {}
 };
 
@@ -109,3 +122,4 @@ METAL_DEVICE_FUNCTION void simdgroup_multiply_accumulate(simdgroup_float8x8& d,
 // CUDA's own vectors have neither constructors nor arithmetic.
 #define float2 ::metal::float2
 #define float4 ::metal::float4
+#define ushort4 ::metal::ushort4

@@ -2,15 +2,6 @@
 // What a GPU does in one instruction is one opaque operation on registers here.
 #define FORGE_OPAQUE inline __attribute__((always_inline))
 
-template <>
-FORGE_OPAQUE int as_type<int, float>(float x) {
-  return __builtin_bit_cast(int, x);
-}
-template <>
-FORGE_OPAQUE float as_type<float, int>(int x) {
-  return __builtin_bit_cast(float, x);
-}
-
 namespace metal {
 
 template <>

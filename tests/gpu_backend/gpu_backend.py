@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -31,6 +32,10 @@ REGISTERS = 128  # a lane has at most, on Apple's GPUs
 CORE_REGISTERS = 208 * 1024 // 4  # and all threads of a core together
 # What is compiled in; the rest is off.
 SWITCHES = ("has_causal", "is_aligned", "is_whole")
+HALVES = (  # every array holds halves; bfloat16 is what costs most
+    *("is_half_q", "is_half_kv", "has_rounded", "is_half_dq", "is_half_dk", "is_half_dv"),
+    "is_bfloat",
+)
 KERNELS = {
     "forward": "attention_fused_fwd",
     "decode": "attention_decode",
@@ -47,6 +52,7 @@ GENERATE = [
     *("-triple", "amdgcn-amd-amdhsa", "-target-cpu", "gfx1030", "-x", "ir"),
     *("-O2", "-disable-llvm-passes", "-S", "-o", "-"),
 ]
+AS_TYPE = "#define FORGE_AS_TYPE(To, from) return __builtin_bit_cast(To, from);\n"
 # The dialect check has address spaces for what a front end refuses; a back end wants the memory of
 # a threadgroup on the chip.
 SPACES = {"__local": "__global", "__global": "__local"}
@@ -171,7 +177,7 @@ def in_device_spaces(text: str) -> str:
 def library() -> str:
     """Return Metal's library: the dialect check's declarations, with the bodies that are needed."""
     text = in_device_spaces((DIALECT / "msl_library.h").read_text())
-    return text + (HERE / "device_library.h").read_text()
+    return AS_TYPE + text + (HERE / "device_library.h").read_text()
 
 
 def with_arrays_on_chip(text: str) -> str:
@@ -338,12 +344,13 @@ def table(clang: Clang) -> list[str]:
         "| loads in flight | code KB |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for kernel in KERNELS:
-        for head_dim in HEAD_DIMS:
-            f, _ = compiled(kernel, head_dim, clang)
+    for element, more in (("", ()), (", bfloat16", HALVES)):
+        for kernel, head_dim in product(KERNELS, HEAD_DIMS):
+            f, _ = compiled(kernel, head_dim, clang, switches=(*SWITCHES, *more))
             most = Tiling.of(head_dim).registers(kernel)
             rows.append(
-                f"| {kernel} {head_dim} | {f.registers}, {most} | {f.scratch} | {f.products} "
-                f"| {f.branches} | {f.divisions} | {f.loads} | {f.code_bytes / 1000:.1f} |"
+                f"| {kernel} {head_dim}{element} | {f.registers}, {most} | {f.scratch} "
+                f"| {f.products} | {f.branches} | {f.divisions} | {f.loads} "
+                f"| {f.code_bytes / 1000:.1f} |"
             )
     return rows

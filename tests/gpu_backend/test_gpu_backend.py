@@ -12,6 +12,7 @@ CASES = [(kernel, head_dim) for kernel in KERNELS for head_dim in HEAD_DIMS]
 STAGING = [case for case in CASES if case[0] != "decode"]
 MOST_BRANCHES = 120
 MOST_SCRATCH_OF_OPTIONS = 64
+MOST_SCRATCH_OF_HALVES = 8
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,21 @@ def test_other_options_want_little_more(
     assert figures.scratch <= MOST_SCRATCH_OF_OPTIONS
     assert figures.products == Tiling.of(head_dim).products(kernel)
     assert figures.branches <= MOST_BRANCHES
+
+
+@pytest.mark.parametrize("halves", [gpu_backend.HALVES[:-1], gpu_backend.HALVES])
+@pytest.mark.parametrize(("kernel", "head_dim"), CASES)
+def test_half_precision_wants_little_more(
+    clang: Clang, kernel: str, head_dim: int, halves: tuple[str, ...]
+) -> None:
+    switches = (*gpu_backend.SWITCHES, *halves)
+    figures, _ = gpu_backend.compiled(kernel, head_dim, clang, switches=switches)
+    assert figures.scratch <= MOST_SCRATCH_OF_HALVES
+    assert figures.products == Tiling.of(head_dim).products(kernel)
+    assert figures.branches <= MOST_BRANCHES
+    assert figures.divisions == 0
+    if kernel != "decode":
+        assert figures.loads >= Tiling.of(head_dim).staging_turns(kernel)
 
 
 @pytest.mark.parametrize(("kernel", "head_dim"), STAGING)

@@ -28,11 +28,10 @@ PROGRAMS = ["test_cli", "test_demo", "test_docs"]
 PEERS = ["test_jax", "test_jax_programs", "test_mlx", "test_recommendations", "test_torch"]
 PEERS += ["test_transformers", "test_transformers_half", "test_transformers_models"]
 PEERS += ["test_transformers_refusals"]
-HALF = ["test_half", "test_torch_half", "test_transformers_half"]  # the shaders take float32
 IGNORED = {
     "all": [],
     "target": ONCE + PROGRAMS + PEERS,
-    "device": ONCE + HALF,
+    "device": [*ONCE, "test_transformers_half"],  # minutes, on what test_half holds on a device
     "quick": ONCE + PROGRAMS + PEERS,
 }
 collect_ignore = [f"{module}.py" for module in IGNORED[SCOPE]]

@@ -337,19 +337,3 @@ def test_a_fused_pass_is_cut_into_equal_pieces(software, rng):
     forge.attention_forward(q, k, k, **options)
     assert software.get("command_buffers") == 2
     assert software.get("fewest_threadgroups") == software.get("most_threadgroups") == 2048
-
-
-def test_half_precision_runs_on_the_cpu(rng):
-    x = rng.standard_normal((1, 4, 2, 8)).astype(np.float16)
-    out = forge.attention(x, x, x)
-    last = forge.last_run()
-    assert last["backend"] == "cpu"
-    assert last["passed_over"]["metal"] == "the Metal kernels take float32, got float16"
-    assert out.dtype == np.float16
-    with pytest.raises(
-        ValueError, match="got 'metal': the Metal kernels take float32, got float16"
-    ):
-        forge.attention(x, x, x, backend="metal")
-    q = x.astype(np.float32)
-    with pytest.raises(ValueError, match="the Metal kernels take float32, got float16"):
-        forge.attention(q, x, x, backend="metal")

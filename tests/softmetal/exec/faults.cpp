@@ -33,7 +33,8 @@ void fault_text(const char* text, int line) noexcept {
   __builtin_unreachable();
 }
 
-void fault_access(const Binding* binding, const void* address, size_t size, bool store) noexcept {
+void fault_access(const Binding* binding, const void* address, size_t size, size_t alignment,
+                  bool store) noexcept {
   Engine::State& state = *engine;
   auto at = reinterpret_cast<std::uintptr_t>(address);
   auto base = reinterpret_cast<std::uintptr_t>(binding->base);
@@ -42,7 +43,9 @@ void fault_access(const Binding* binding, const void* address, size_t size, bool
   auto offset = static_cast<long long>(static_cast<std::intptr_t>(at - base));
   long long index = offset / static_cast<long long>(size);
   Position thread = current->in_grid;
-  const char* what = inside ? "to memory that is not writeable" : "outside the range";
+  const char* what = !inside               ? "outside the range"
+                     : at % alignment != 0 ? "at an address that is not aligned"
+                                           : "to memory that is not writeable";
   state.fail(true, formatted("%s %s: argument '%s', index %lld (byte offset %lld, %zu bytes), "
                              "marked range [%lld, %lld) of %s, thread (%u, %u, %u) in grid",
                              store ? "store" : "load", what, binding->argument, index, offset, size,

@@ -199,6 +199,26 @@ kernel void outside_tile(device float* out [[buffer(0)]], uint t [[thread_index_
   out[t] = 0.0f;
 }
 
+// Halves
+
+// Bytes that hold halves: their floats, and those once more as halves.
+kernel void widen_and_round(device const uchar* in [[buffer(0)]], device float* wide [[buffer(1)]],
+                            device ushort* out [[buffer(2)]], uint i [[thread_position_in_grid]]) {
+  ushort bits = reinterpret_cast<device const ushort*>(in)[i];
+  wide[i] = float(as_type<half>(bits));
+  out[i] = as_type<ushort>(half(wide[i]));
+}
+
+kernel void round_to_half(device const float* in [[buffer(0)]], device half4* out [[buffer(1)]],
+                          uint i [[thread_position_in_grid]]) {
+  out[i] = half4(reinterpret_cast<device const float4*>(in)[i]);
+}
+
+kernel void four_bytes_on(device const uchar* in [[buffer(0)]], device float* out [[buffer(1)]],
+                          uint i [[thread_position_in_grid]]) {
+  out[i] = float((*reinterpret_cast<device const half4*>(in + 8 * i + 4)).x);
+}
+
 // Convergence
 
 kernel void divergent_barrier(device float* out [[buffer(0)]], uint t [[thread_index_in_threadgroup]]) {

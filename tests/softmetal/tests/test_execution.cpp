@@ -322,6 +322,45 @@ void test_transposed() {
   CHECK(has(Run(gpu).kernel("transposed_origin").bind(in, 0).bind(out, 1).go(32, 32), {"origin"}));
 }
 
+// Every half is a float of its own, subnormal or not, flushed or not; floats are rounded to the
+// nearest half, ties to even.
+void test_halves() {
+  PoolScope pool;
+  Gpu gpu;
+  std::vector<std::uint16_t> bits(1 << 16);
+  for (std::size_t i = 0; i < bits.size(); ++i) bits[i] = std::uint16_t(i);
+  auto in = gpu.buffer(bits), out = gpu.buffer(std::vector<std::uint16_t>(bits.size()));
+  auto wide = gpu.buffer(std::vector<float>(bits.size()));
+  for (int flush : {0, 1}) {
+    softmetal_set("flush_subnormals", flush);
+    Run run(gpu);
+    CHECK(run.kernel("widen_and_round")
+              .bind(in, 0)
+              .bind(wide, 1)
+              .bind(out, 2)
+              .go(1 << 16, 64)
+              .empty());
+    for (std::size_t i = 0; i < bits.size(); ++i) {
+      const int exponent = int(i >> 10 & 31), digits = int(i & 1023);
+      float value =
+          std::ldexp(float(exponent ? digits + 1024 : digits), std::max(exponent, 1) - 25);
+      if (exponent == 31) value = digits ? NAN : INFINITY;
+      const float found = std::fabs(contents<float>(wide)[i]);
+      CHECK(std::isnan(value) ? std::isnan(found) : found == value);
+      CHECK(std::isnan(value) || contents<std::uint16_t>(out)[i] == i);
+    }
+  }
+  softmetal_reset();
+  auto floats =
+      gpu.buffer(std::vector<float>{2049, 2051, 65519, 65520, 0x1.8p-24f, 0x1p-25f, -1, 3});
+  auto rounded = gpu.buffer(std::vector<std::uint16_t>(8));
+  CHECK(Run(gpu).kernel("round_to_half").bind(floats, 0).bind(rounded, 1).go(2, 2).empty());
+  const std::uint16_t expected[] = {0x6800, 0x6802, 0x7bff, 0x7c00, 2, 0, 0xbc00, 0x4200};
+  for (int i = 0; i < 8; ++i) CHECK(contents<std::uint16_t>(rounded)[i] == expected[i]);
+  CHECK(has(Run(gpu).kernel("four_bytes_on").bind(in, 0).bind(wide, 1).go(1, 1),
+            {"load", "not aligned", "'in'", "8 bytes"}));
+}
+
 }  // namespace
 
 int main() {
@@ -337,6 +376,7 @@ int main() {
   test_lane_layout();
   test_products();
   test_transposed();
+  test_halves();
   CHECK(softmetal_get("live") == 0);
   CHECK(softmetal_get("autoreleases_without_pool") == 0);
   return test_result();

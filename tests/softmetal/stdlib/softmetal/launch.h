@@ -107,7 +107,7 @@ extern SOFTMETAL_THREAD_LOCAL ThreadgroupState group;
 // The end of a thread that did what it must not: it never returns, and nothing is unwound.
 [[noreturn]] void fault_text(const char* text, int line) noexcept;
 [[noreturn]] void fault_access(const Binding* binding, const void* address, size_t size,
-                               bool store) noexcept;
+                               size_t alignment, bool store) noexcept;
 [[noreturn]] void fault_race(const Binding* binding, const void* address, uint64_t other,
                              bool store, bool other_store) noexcept;
 [[noreturn]] void fault_device_race(const Binding* binding, const void* address, uint32_t other,

@@ -8,21 +8,22 @@
 
 namespace softmetal {
 
-inline bool outside(const char* begin, const char* end, const void* address, size_t size) {
+template <typename T>
+inline bool wrong(const char* begin, const char* end, const T* address) {
   uintptr_t at = (uintptr_t)address;
-  return (at < (uintptr_t)begin) | (at + size > (uintptr_t)end);
+  return (at < (uintptr_t)begin) | (at + sizeof(T) > (uintptr_t)end) | (at % alignof(T) != 0);
 }
 
 template <typename T>
 inline void check_load(const Binding* binding, const T* address) {
-  if (__builtin_expect(outside(binding->begin, binding->end, address, sizeof(T)), 0)) {
-    fault_access(binding, address, sizeof(T), false);
+  if (__builtin_expect(wrong(binding->begin, binding->end, address), 0)) {
+    fault_access(binding, address, sizeof(T), alignof(T), false);
   }
 }
 template <typename T>
 inline void check_store(const Binding* binding, const T* address) {
-  if (__builtin_expect(outside(binding->store_begin, binding->store_end, address, sizeof(T)), 0)) {
-    fault_access(binding, address, sizeof(T), true);
+  if (__builtin_expect(wrong(binding->store_begin, binding->store_end, (const T*)address), 0)) {
+    fault_access(binding, address, sizeof(T), alignof(T), true);
   }
 }
 

@@ -8,6 +8,7 @@ typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef unsigned long ulong;
+typedef _Float16 half;  // bfloat is not there: kernels take its bits
 
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
@@ -100,6 +101,7 @@ SOFTMETAL_VECTORS(int)
 SOFTMETAL_VECTORS(uint)
 SOFTMETAL_VECTORS(long)
 SOFTMETAL_VECTORS(ulong)
+SOFTMETAL_VECTORS(half)
 SOFTMETAL_VECTORS(float)
 SOFTMETAL_VECTORS(bool)
 #undef SOFTMETAL_VECTORS
