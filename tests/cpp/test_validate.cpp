@@ -94,6 +94,26 @@ void test_operands() {
                                  [](O x) { x.strides[0] = 24; }));
 }
 
+// o once more, in halves: only beside an o of float32.
+void test_rounded() {
+  const float unread = 0;
+  forge::Problem problem = valid_problem();
+  problem.dtype = problem.kv_dtype = forge::DType::kFloat16;
+  forge::Operand& o = problem.operands[forge::kBufferO];
+  forge::Operand& rounded = problem.operands[forge::kBufferRounded];
+  o = rounded = forge_test::contiguous(&unread, {2, 3, 4, 8});
+  rounded.dtype = forge::DType::kFloat16;
+  const auto refused = [&](const char* text) {
+    return refuses<std::invalid_argument>(
+        text, [&] { forge::check_operand(forge_test::info_of(forge::kBufferRounded), problem); });
+  };
+  forge::check_operand(forge_test::info_of(forge::kBufferRounded), problem);
+  o.dtype = forge::DType::kFloat16;
+  CHECK(refused("beside a float32 o, got float16 beside float16"));
+  o.dtype = rounded.dtype = forge::DType::kFloat32;
+  CHECK(refused("beside a float32 o, got float32 beside float32"));
+}
+
 // Names and slots are said once.
 void test_table() {
   std::set<std::string> names;
@@ -111,6 +131,7 @@ void test_table() {
 int main() {
   test_problem();
   test_operands();
+  test_rounded();
   test_table();
   return test_result();
 }
