@@ -1,6 +1,7 @@
 """Build the shaders for an NVIDIA GPU, check them there and report.
 
-    python3 tests/gpu/run.py [--report FILE] [--quick] [--skip-sanitizers] [--library FILE]
+    python3 tests/gpu/run.py [--report FILE] [--quick] [--only TEXT] [--skip-sanitizers]
+                             [--library FILE]
 
 Needs nvcc, compute-sanitizer and NumPy. The shaders are those of the Metal backend, translated by
 translate.py. What is checked: parity with float64 (tests/python/oracle.py and its error rule),
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -57,14 +58,24 @@ class Report:
         self.say(f"| {what} | {outcome} | {time.monotonic() - start:.1f} s |")
 
 
-def build(folder: Path, arch: str) -> Path:
-    """Compile the shaders and return the library."""
-    metal, cuda, library = (
-        folder / name for name in ("forge.metal", "forge.cu", "libforge_gpu.so")
-    )
+def flattened(folder: Path) -> str:
+    """Return the shaders as one text, which `folder` then holds as forge.metal."""
+    metal = folder / "forge.metal"
     flatten = [sys.executable, ROOT / "cmake/flatten_shaders.py", "--root", ROOT, "--metal", metal]
     subprocess.run(flatten, check=True)
+    return metal.read_text(encoding="utf-8")
+
+
+def build(folder: Path, arch: str) -> Path:
+    """Compile the shaders and return the library."""
+    flattened(folder)
+    metal, cuda = folder / "forge.metal", folder / "forge.cu"
     subprocess.run([sys.executable, HERE / "translate.py", metal, cuda], check=True)
+    return compile_cuda(cuda, folder / "libforge_gpu.so", arch)
+
+
+def compile_cuda(cuda: Path, library: Path, arch: str) -> Path:
+    """Return the library that nvcc makes of a translated text."""
     # As the shaders are built for Apple GPUs: no contraction, no approximations.
     flags = ["-O3", "-std=c++17", f"-arch={arch}", "-fmad=false", "-lineinfo", "-Xcompiler=-fPIC"]
     flags += ["--split-compile=0", "-shared", f"-I{HERE}"]
@@ -78,7 +89,7 @@ def version_of(tool: str) -> str:
     return next(line for line in text.splitlines() if "ersion" in line or "release" in line).strip()
 
 
-def run_parity(gpu: Gpu, report: Report, cases: Iterator[Case]) -> None:
+def run_parity(gpu: Gpu, report: Report, cases: list[Case]) -> None:
     """Hold each case to the error rule."""
     report.say("| problem | largest error / bound | time |")
     report.say("|---|---|---|")
@@ -114,6 +125,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--report", type=Path, help="where the report goes, as Markdown")
     parser.add_argument("--quick", action="store_true", help="no problem beyond T = 1024")
+    parser.add_argument("--only", default="", help="problems whose names hold this")
     parser.add_argument("--small", action="store_true", help="only the sanitizers' problems")
     parser.add_argument("--skip-sanitizers", action="store_true")
     parser.add_argument("--library", type=Path, help="built before")
@@ -136,9 +148,11 @@ def main() -> int:
             report.say(f"Built in {time.monotonic() - start:.0f} s with nvcc: {version_of('nvcc')}")
         report.say("\n## Parity with float64\n")
         longest = 1024 if options.quick else 8192
-        run_parity(gpu, report, small_cases() if options.small else parity_cases(longest))
+        cases = list(small_cases() if options.small else parity_cases(longest))
+        cases = [case for case in cases if options.only in case.name]
+        run_parity(gpu, report, cases)
         if not options.small:
-            run_repeats(gpu, report, [case for case in parity_cases(longest) if case.repeated])
+            run_repeats(gpu, report, [case for case in cases if case.repeated])
         if not options.skip_sanitizers:
             run_sanitizers(library, report)
     report.say(f"\n{report.failures} checks failed." if report.failures else "\nAll checks passed.")
