@@ -28,7 +28,8 @@ enum FusedSizes {
   kSplitShift = 9,
   kSplitKeys = 1 << kSplitShift,
   kMaxDecodeQueries = 8,  // Tq up to which it does
-  kDecodeSimdgroups = 8,  // of a threadgroup
+  kDecodeSimdgroups = 2,  // of a threadgroup: they share nothing, and there may be fewer of them
+                          // than a GPU has places for
   kMaxFusedHeadDim = 256,
   kMaxFusedLength = 0x3fffff00,  // rep * Tq and Tk: positions and their sums have 32 bits
   kMaxThreadgroupBytes = 32768,

@@ -16,7 +16,7 @@ ROW_THREADS = 64  # of a threadgroup of a kernel that has a thread a row
 TILE_ROWS = 32
 BLOCK_ROWS = 8
 SPLIT_KEYS = 512
-DECODE_SIMDGROUPS = 8
+DECODE_SIMDGROUPS = 2
 SLOT_NAME = re.compile(r"kBuffer(\w+) = (\d+)")
 SLOTS = {
     name: int(number)

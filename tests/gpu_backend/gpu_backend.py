@@ -88,7 +88,7 @@ class Tiling:
 
     def simdgroups(self, kernel: str) -> int:
         """Return how many a threadgroup has."""
-        blocks = {"forward": 4 * self.forward_parts, "dq": 4 * self.parts, "decode": 8}
+        blocks = {"forward": 4 * self.forward_parts, "dq": 4 * self.parts, "decode": 2}
         return blocks.get(kernel, self.dkv_keys // 8 * self.parts * 2)
 
     def registers(self, kernel: str) -> int:
