@@ -1,7 +1,8 @@
 """Trains a small character-level transformer on Python's standard library.
 
-Everything but attention is plain NumPy (char_lm/model.py); attention, forward and backward, is
-forge: 8 query heads over 2 key/value heads, a sliding window in one layer, softcap in another.
+Everything but attention is plain NumPy (char_lm/model.py), in float32, and float64 where gradients
+are checked; attention, forward and backward, is forge: 8 query heads over 2 key/value heads, a
+sliding window in one layer, softcap in another.
 
     pip install ".[demo]"
     python examples/train_char_lm.py

@@ -32,6 +32,11 @@ Pass pass_of(const std::string& name) {
 
 // Takes the arrays that the call reads or writes, by the names in the table of operands.
 void take_arrays(const py::dict& given, Problem& problem) {
+  if (problem.family == Family::kMaterialized && given.contains("rounded")) {
+    throw std::invalid_argument(
+        "rounded must be left out for kernel='materialized', which takes no half precision; got "
+        "an array");
+  }
   for (const OperandInfo& info : operand_table()) {
     const Use use = use_of(info, problem);
     if (use == Use::kNone) continue;

@@ -1,7 +1,9 @@
 """The four materialized kernels one by one, for parity tests and for porting training loops.
 
 Each computes in a fixed order, one rounding an operation, on the caller's float32 arrays: nothing
-is copied, nothing allocated. An array that the kernels cannot use in place is an error here. The
+is copied, nothing allocated. float64 and half precision are TypeErrors: those are for
+``forge.attention`` (float64 with ``kernel="materialized"``, float16 and bfloat16 with
+``kernel="fused"``). An array that the kernels cannot use in place is an error here. The
 three backward kernels add to what their outputs hold: zero them first, or hand in gradients to add
 to.
 
@@ -212,8 +214,10 @@ def _inputs(**values: object) -> dict[str, Array]:
     for name, value in values.items():
         array, _, how, element = as_input(name, value)
         if element is not FLOAT32:
+            other = "fused" if element.is_half else "materialized"
             raise TypeError(
-                f"{name} must be float32, got {element.name}; pass {as_float(name, value)}, a copy"
+                f"{name} must be float32, got {element.name}; pass {as_float(name, value)}, a "
+                f"copy, or use forge.attention with kernel='{other}', which takes {element.name}"
             )
         if how != IN_PLACE:
             raise ValueError(f"{name} must be used in place, got an array to be {how}")

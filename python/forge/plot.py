@@ -43,7 +43,8 @@ def attention_map(
     that share a key/value head stand in one shaded band named after it.
 
     Args:
-        saved: from :func:`forge.attention_forward` with ``kernel="materialized"``.
+        saved: from :func:`forge.attention_forward` with ``kernel="materialized"``, so of float32
+            or float64 arrays: half precision has no such forward; pass ``x.astype(np.float32)``.
         batch: which sequence.
         heads: which query heads; all by default.
         tokens: a label for each of the ``Tk`` keys. A string is a label a character.
@@ -61,9 +62,11 @@ def attention_map(
     if not isinstance(saved, Saved):
         raise TypeError(f"saved must come from attention_forward, got {type(saved).__name__}")
     if saved.kernel != "materialized":
+        element = saved._call.kv_element
+        half = f" of {element.name}, which it does not take: pass x.astype(np.float32)"
         raise ValueError(
             "saved must come from a forward with kernel='materialized', which keeps p, "
-            f"got kernel={saved.kernel!r}"
+            f"got kernel={saved.kernel!r}{half if element.is_half else ''}"
         )
     sizes = saved._call.sizes
     if not sizes.Tq or not sizes.Tk:

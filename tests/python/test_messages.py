@@ -144,7 +144,11 @@ def test_gradients_in_another_precision_say_how_to_convert(rng):
 def test_the_single_kernels_say_how_to_convert(rng):
     q, *_ = random_inputs(rng, dtype=np.float64)
     message = refused(TypeError, forge.kernels.attention_bwd_d_f32, q, q, np.zeros((1, 2, 5)))
-    assert message == "o must be float32, got float64; pass o.astype(np.float32), a copy"
+    begin = "o must be float32, got {0}; pass o.astype(np.float32), a copy, or use forge.attention"
+    assert message == begin.format("float64") + " with kernel='materialized', which takes float64"
+    q = q.astype(np.float16)
+    message = refused(TypeError, forge.kernels.attention_bwd_d_f32, q, q, np.zeros((1, 2, 5)))
+    assert message == begin.format("float16") + " with kernel='fused', which takes float16"
 
 
 def test_what_has_no_conversion_is_not_told_one():

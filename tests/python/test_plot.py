@@ -216,6 +216,15 @@ def test_a_fused_forward_says_what_to_use_instead(rng):
         forge.plot.attention_map(forward(rng, kernel="fused"))
 
 
+def test_a_forward_in_half_precision_says_what_to_convert(rng):
+    q = rng.standard_normal((1, 5, 2, 4)).astype(np.float16)
+    saved = forge.attention_forward(q, q, q, backend="cpu")[1]
+    with pytest.raises(
+        ValueError, match=r"got kernel='fused' of float16, .* pass x\.astype\(np\.float32\)$"
+    ):
+        forge.plot.attention_map(saved)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -52,6 +52,19 @@ def test_errors_of_the_compiled_module_name_the_argument():
             forge._forge.run("forward", good | given, False, OPTIONS)
 
 
+def test_a_second_result_is_the_fused_familys_alone():
+    """The materialized kernels would leave it as it was."""
+    q, rows = np.ones((1, 2, 1, 4), np.float32), np.zeros((1, 1, 2), np.float32)
+    rounded = np.full_like(q, 7)
+    arrays = {"q": q, "k": q, "v": q, "o": q.copy(), "row_max": rows, "row_sum": rows.copy()}
+    arrays |= {"p": np.zeros((1, 1, 2, 2), np.float32), "rounded": rounded}
+    with pytest.raises(ValueError, match=r"^rounded must be left out for kernel='materialized'"):
+        forge._forge.run("forward", arrays, False, OPTIONS | {"kernel": "materialized"})
+    assert (rounded == 7).all()
+    forge._forge.run("forward", arrays, False, OPTIONS)
+    assert (rounded == arrays["o"]).all()
+
+
 def test_refused_raw_calls_write_nothing():
     q = np.ones((1, 2, 1, 4), np.float32)
     o, rows = np.full_like(q, 7), np.full((1, 1, 2), 7, np.float32)
