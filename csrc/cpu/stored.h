@@ -120,6 +120,37 @@ FORGE_INLINE Vec load_pairs(const BFloat16* from) {
 FORGE_INLINE Vec even_of_pairs(Vec pairs) { return (Vec)((BitsVec)pairs << 16); }
 FORGE_INLINE Vec odd_of_pairs(Vec pairs) { return (Vec)((BitsVec)pairs & 0xffff0000u); }
 
+// Two vectors of neighbours become the even and the odd ones, and again what they were.
+FORGE_INLINE void split_pairs(Vec& a, Vec& b) {
+#if defined(__AVX512F__)
+  const Vec even =
+      __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  b = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX2__)
+  const Vec even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+  b = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  const Vec even = __builtin_shufflevector(a, b, 0, 2, 4, 6);
+  b = __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#endif
+  a = even;
+}
+FORGE_INLINE void join_pairs(Vec& even, Vec& odd) {
+#if defined(__AVX512F__)
+  const Vec low =
+      __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  odd = __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15,
+                                31);
+#elif defined(__AVX2__)
+  const Vec low = __builtin_shufflevector(even, odd, 0, 8, 1, 9, 2, 10, 3, 11);
+  odd = __builtin_shufflevector(even, odd, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  const Vec low = __builtin_shufflevector(even, odd, 0, 4, 1, 5);
+  odd = __builtin_shufflevector(even, odd, 2, 6, 3, 7);
+#endif
+  even = low;
+}
+
 template <typename Half>
 FORGE_INLINE Vec load_half(const Half* from) {
   HalfVec bits;

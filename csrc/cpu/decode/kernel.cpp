@@ -29,31 +29,41 @@ struct RowGroup {
   IndexRange keys[kGroupRows];  // that each sees
 };
 
-// All rows of one kv head; `panel`: room for one.
+// Turns of rows that a head takes.
+FORGE_INLINE int turns_of(int rows) { return (rows + kRowsAtOnce - 1) / kRowsAtOnce; }
+
+// All rows of one kv head, `head` of the group; `ahead`: read next; `panel`: room for one.
 template <typename Map, typename Stored>
-FORGE_INLINE void score_head(const Real* const* q, int rows, const KeyBlock<Stored>& keys,
-                             Int64 first_key, Int64 hd, const Map& map, Real* panel, Real* scores) {
+FORGE_INLINE void score_head(const RowGroup& group, int head, const KeyBlock<Stored>& keys,
+                             const KeyBlock<Stored>& ahead, Int64 first_key, Int64 hd,
+                             const Map& map, Real* panel, Real* scores) {
   const Real* filled = nullptr;
   if (!kKeysInRegisters || keys.count < kLanes) {
     fill_panel(keys, hd, panel);
     filled = panel;
   }
-  for (int r = 0; r < rows; r += kRowsAtOnce) {
+  const int turns = turns_of(group.rows);
+  for (int r = 0; r < group.rows; r += kRowsAtOnce) {
+    const Turn turn = {head * turns + r / kRowsAtOnce, 1, turns, group.heads};
+    LinesAhead lines = share_ahead(ahead, turn, hd);
+    if (filled) lines.rest();  // nothing below does it
     const PairPlace place = {r, first_key};
+    const Real* const* q = group.q + head * group.rows + r;
     Real* to = scores + r * kMostTileKeys;
-    switch (rows - r) {
+    switch (group.rows - r) {
       case 1:
-        score_rows<1>(q + r, keys, filled, hd, map, place, to);
+        score_rows<1>(q, keys, filled, hd, map, place, lines, to);
         break;
       case 2:
-        score_rows<2>(q + r, keys, filled, hd, map, place, to);
+        score_rows<2>(q, keys, filled, hd, map, place, lines, to);
         break;
       case 3:
-        score_rows<3>(q + r, keys, filled, hd, map, place, to);
+        score_rows<3>(q, keys, filled, hd, map, place, lines, to);
         break;
       default:
-        score_rows<4>(q + r, keys, filled, hd, map, place, to);
+        score_rows<4>(q, keys, filled, hd, map, place, lines, to);
     }
+    lines.rest();
   }
 }
 
@@ -72,16 +82,16 @@ void score_tile(const RowGroup& group, const KeyBlock<Stored>& k, const KeyBlock
       const KeyBlock<Stored> keys = rows_from(k, group.head_begin + head, key, kStep);
       const int row = head * group.rows;
       Real* to = scores + row * kMostTileKeys + key;
-      prefetch_share(ahead, head, group.heads, hd);
       if constexpr (kKeysInRegisters) {
         if (group.rows == 1 && head + 1 < group.heads && keys.count == kLanes) {
+          LinesAhead lines = share_ahead(ahead, {head, 2, 1, group.heads}, hd);
+          score_keys<2, 1>(group.q + row, keys, hd, map, {0, first_key + key}, lines, to);
+          lines.rest();
           ++head;
-          prefetch_share(ahead, head, group.heads, hd);
-          score_keys<2, 1>(group.q + row, keys, hd, map, {0, first_key + key}, to);
           continue;
         }
       }
-      score_head(group.q + row, group.rows, keys, first_key + key, hd, map, panel, to);
+      score_head(group, head, keys, ahead, first_key + key, hd, map, panel, to);
     }
   }
 }
@@ -90,30 +100,33 @@ void score_tile(const RowGroup& group, const KeyBlock<Stored>& k, const KeyBlock
 template <typename Stored>
 void add_tile(const RowGroup& group, const KeyBlock<Stored>& v, const KeyBlock<Stored>& next,
               Int64 hd, const Real* scores) {
+  const int turns = turns_of(group.rows);
   for (int key = 0; key < v.count; key += kValueKeys) {
     const KeyBlock<Stored> ahead =
         key + kValueKeys < v.count ? rows_from(v, group.head_begin, key + kValueKeys, kValueKeys)
                                    : rows_from(next, group.head_begin, 0, kPanelKeys);
     for (int head = 0; head < group.heads; ++head) {
       const KeyBlock<Stored> values = rows_from(v, group.head_begin + head, key, kValueKeys);
-      prefetch_share(ahead, head, group.heads, hd);
       for (int r = 0; r < group.rows; r += kRowsAtOnce) {
+        const Turn turn = {head * turns + r / kRowsAtOnce, 1, turns, group.heads};
+        LinesAhead lines = share_ahead(ahead, turn, hd);
         const int row = head * group.rows + r;
         const Real* p = scores + row * kMostTileKeys + key;
         Real* const* parts = group.parts + row;
         switch (group.rows - r) {
           case 1:
-            add_keys<1>(p, values, hd, key == 0, parts);
+            add_keys<1>(p, values, hd, key == 0, lines, parts);
             break;
           case 2:
-            add_keys<2>(p, values, hd, key == 0, parts);
+            add_keys<2>(p, values, hd, key == 0, lines, parts);
             break;
           case 3:
-            add_keys<3>(p, values, hd, key == 0, parts);
+            add_keys<3>(p, values, hd, key == 0, lines, parts);
             break;
           default:
-            add_keys<4>(p, values, hd, key == 0, parts);
+            add_keys<4>(p, values, hd, key == 0, lines, parts);
         }
+        lines.rest();
       }
     }
   }
@@ -145,7 +158,8 @@ void run_tile(const RowGroup& group, const KeyBlock<Stored>& k, const KeyBlock<S
     const Int64 head = group.head_begin + row / group.rows;
     const KeyBlock<Stored> seen = {v.first + head * v.head_stride + from[row] * v.stride, v.stride,
                                    v.head_stride, to[row] - from[row]};
-    add_keys<1>(scores + row * kMostTileKeys + from[row], seen, hd, true, group.parts + row);
+    LinesAhead none(nullptr, 0, 0, 0);
+    add_keys<1>(scores + row * kMostTileKeys + from[row], seen, hd, true, none, group.parts + row);
   }
 }
 

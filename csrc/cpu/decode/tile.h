@@ -28,24 +28,75 @@ struct KeyBlock {
   int count;
 };
 
-template <typename Stored>
-FORGE_INLINE void prefetch_rows(const Stored* first, Int64 stride, int count, Int64 n) {
-  constexpr Int64 kLine = 64 / sizeof(Stored);
-  for (int row = 0; row < count; ++row) {
-    for (Int64 d = 0; d < n; d += kLine) __builtin_prefetch(first + row * stride + d, 0, 3);
+constexpr Int64 kLineBytes = 64;
+
+// Lines of memory to prefetch, one at a time: between the loads of what is worked on meanwhile. All
+// of them at once would leave those loads waiting behind them.
+class LinesAhead {
+ public:
+  // Of `rows` rows, `width` bytes of each.
+  LinesAhead(const void* first, Int64 stride, int rows, Int64 width)
+      : at_(static_cast<const char*>(first)),
+        row_end_(at_ + width),
+        width_(width),
+        stride_(stride),
+        rows_(rows) {}
+
+  FORGE_MEMBER void next() {
+    if (rows_ <= 0) return;
+    __builtin_prefetch(at_, 0, 3);
+    at_ += kLineBytes;
+    if (at_ < row_end_) return;
+    --rows_;
+    row_end_ += stride_;
+    at_ = row_end_ - width_;
   }
+  FORGE_MEMBER void rest() {
+    while (rows_ > 0) next();
+  }
+
+ private:
+  const char* at_;
+  const char* row_end_;
+  Int64 width_;
+  Int64 stride_;
+  int rows_;
+};
+
+// Beside the load of a vector, the n-th of a row or of neighbouring rows.
+template <typename Stored>
+FORGE_INLINE void fetch_beside(LinesAhead& ahead, int n) {
+  constexpr int kLoads = static_cast<int>(kLineBytes / (kLanes * Int64{sizeof(Stored)}));  // a line
+  if (n % kLoads == 0) ahead.next();
 }
 
-// The share of head `head` of `heads` in prefetching rows, from head 0's first on: in the memory's
-// order where the heads of a row lie side by side.
+// Which share of the rows ahead is prefetched during a step: that of `count` turns from `turn` on,
+// of `turns` a head.
+struct Turn {
+  int turn;
+  int count;
+  int turns;
+  int heads;
+};
+
+// In the memory's order where the heads of a row lie side by side.
 template <typename Stored>
-FORGE_INLINE void prefetch_share(const KeyBlock<Stored>& rows, int head, int heads, Int64 hd) {
+FORGE_INLINE LinesAhead share_ahead(const KeyBlock<Stored>& rows, const Turn& at, Int64 hd) {
+  const Int64 size = sizeof(Stored), stride = rows.stride * size;
   if (rows.head_stride == hd) {
-    const int from = rows.count * head / heads, to = rows.count * (head + 1) / heads;
-    prefetch_rows(rows.first + from * rows.stride, rows.stride, to - from, heads * hd);
-  } else {
-    prefetch_rows(rows.first + head * rows.head_stride, rows.stride, rows.count, hd);
+    const int all = at.heads * at.turns;
+    const int begin = rows.count * at.turn / all, end = rows.count * (at.turn + at.count) / all;
+    return {rows.first + begin * rows.stride, stride, end - begin, at.heads * hd * size};
   }
+  const Stored* first = rows.first + at.turn / at.turns * rows.head_stride;
+  if (at.count > at.turns) {  // a second head
+    LinesAhead(first + rows.head_stride, stride, rows.count, hd * size).rest();
+    return {first, stride, rows.count, hd * size};
+  }
+  const int within = at.turn % at.turns;
+  const int begin = rows.count * within / at.turns;
+  const int end = rows.count * (within + at.count) / at.turns;
+  return {first + begin * rows.stride, stride, end - begin, hd * size};
 }
 
 // The rows [key, key + step), as many as there are, from `head` on.
@@ -105,7 +156,8 @@ FORGE_INLINE void load_transposed(Vec (&block)[kLanes], const Load& load_row) {
 // with one row a head.
 template <int Heads, int Rows, typename Map, typename Stored>
 FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, Int64 hd,
-                               const Map& map, PairPlace place, Real* scores) {
+                               const Map& map, PairPlace place, LinesAhead& lines, Real* scores) {
+  LinesAhead ahead = lines;
   Vec acc[Heads * Rows] = {}, before[Heads * Rows] = {};
   Int64 d = 0;
   if constexpr (std::is_same_v<Stored, BFloat16>) {
@@ -117,6 +169,7 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, 
         Vec block[kLanes];
         const Stored* first = k.first + head * k.head_stride + d;
         load_transposed(block, [&](int row) __attribute__((always_inline)) {
+          ahead.next();
           return load_pairs(first + row * k.stride);
         });
         FORGE_UNROLL
@@ -138,6 +191,7 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, 
       Vec block[kLanes];
       const Stored* first = k.first + head * k.head_stride + d;
       load_transposed(block, [&](int row) __attribute__((always_inline)) {
+        fetch_beside<Stored>(ahead, row);
         return load(first + row * k.stride);
       });
       FORGE_UNROLL
@@ -168,6 +222,7 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, 
       }
     }
   }
+  lines = ahead;
   if (hd > kChainChannels) {
     FORGE_UNROLL
     for (int r = 0; r < Heads * Rows; ++r) acc[r] = before[r] + acc[r];
@@ -182,10 +237,11 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, 
 // Rows of one kv head against keys that may lie in a panel already.
 template <int Rows, typename Map, typename Stored>
 FORGE_INLINE void score_rows(const Real* const* q, const KeyBlock<Stored>& keys, const Real* panel,
-                             Int64 hd, const Map& map, PairPlace place, Real* scores) {
+                             Int64 hd, const Map& map, PairPlace place,
+                             [[maybe_unused]] LinesAhead& ahead, Real* scores) {
   if constexpr (kKeysInRegisters) {
     if (!panel) {
-      score_keys<1, Rows>(q, keys, hd, map, place, scores);
+      score_keys<1, Rows>(q, keys, hd, map, place, ahead, scores);
       return;
     }
   }
@@ -206,7 +262,10 @@ FORGE_NOINLINE void fill_panel(const KeyBlock<Stored>& k, Int64 hd, Real* panel)
 // where they are the tile's first.
 template <int Rows, int Vecs, typename Stored>
 FORGE_INLINE void add_channels(const Real* p, const KeyBlock<Stored>& v, Int64 d, Int64 hd,
-                               bool first, Real* const* parts) {
+                               bool first, LinesAhead& lines, Real* const* parts) {
+  // The even and the odd channels of each two vectors: a shift and a mask widen them.
+  constexpr bool kInPairs = std::is_same_v<Stored, BFloat16> && Vecs % 2 == 0;
+  LinesAhead ahead = lines;
   Vec acc[Rows][Vecs];
   FORGE_UNROLL
   for (int r = 0; r < Rows; ++r) {
@@ -214,13 +273,25 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock<Stored>& v, Int64 d
     for (int c = 0; c < Vecs; ++c) {
       acc[r][c] = first ? Vec{} : load(parts[r] + kPartHead + d + c * kLanes);
     }
+    if constexpr (kInPairs) {
+      FORGE_UNROLL
+      for (int c = 0; c < Vecs; c += 2) split_pairs(acc[r][c], acc[r][c + 1]);
+    }
   }
   const Stored* row = v.first + d;
   for (int key = 0; key < v.count; ++key, row += v.stride) {
     Vec value[Vecs];
     FORGE_UNROLL
     for (int c = 0; c < Vecs; ++c) {
-      value[c] = Vecs > 1 ? load(row + c * kLanes) : load_within(row, 0, hd - d);
+      fetch_beside<Stored>(ahead, c);
+      if constexpr (kInPairs) {
+        if (c % 2 == 1) continue;
+        const Vec pairs = load_pairs(row + c * kLanes);
+        value[c] = even_of_pairs(pairs);
+        value[c + 1] = odd_of_pairs(pairs);
+      } else {
+        value[c] = Vecs > 1 ? load(row + c * kLanes) : load_within(row, 0, hd - d);
+      }
     }
     FORGE_UNROLL
     for (int r = 0; r < Rows; ++r) {
@@ -229,8 +300,13 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock<Stored>& v, Int64 d
       for (int c = 0; c < Vecs; ++c) acc[r][c] = fma(weight, value[c], acc[r][c]);
     }
   }
+  lines = ahead;
   FORGE_UNROLL
   for (int r = 0; r < Rows; ++r) {
+    if constexpr (kInPairs) {
+      FORGE_UNROLL
+      for (int c = 0; c < Vecs; c += 2) join_pairs(acc[r][c], acc[r][c + 1]);
+    }
     FORGE_UNROLL
     for (int c = 0; c < Vecs; ++c) store(parts[r] + kPartHead + d + c * kLanes, acc[r][c]);
   }
@@ -238,13 +314,13 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock<Stored>& v, Int64 d
 
 template <int Rows, typename Stored>
 FORGE_NOINLINE void add_keys(const Real* p, const KeyBlock<Stored>& v, Int64 hd, bool first,
-                             Real* const* parts) {
+                             LinesAhead& ahead, Real* const* parts) {
   constexpr int kVecs = Rows == 1 || kVectorRegisters >= 32 ? 4 : 2;
   Int64 d = 0;
   for (; d + kVecs * kLanes <= hd; d += kVecs * kLanes) {
-    add_channels<Rows, kVecs>(p, v, d, hd, first, parts);
+    add_channels<Rows, kVecs>(p, v, d, hd, first, ahead, parts);
   }
-  for (; d < hd; d += kLanes) add_channels<Rows, 1>(p, v, d, hd, first, parts);
+  for (; d < hd; d += kLanes) add_channels<Rows, 1>(p, v, d, hd, first, ahead, parts);
 }
 
 // One row's scores of a tile become p; m and l go to its part. [from, to): the keys that the row
