@@ -47,9 +47,12 @@ Operand operand_of(const py::handle& object, const std::string& name) {
     operand.dtype = DType::kFloat16;
   } else if (dtype.kind() == 'u' && dtype.itemsize() == 2) {
     operand.dtype = DType::kBFloat16;
+  } else if (dtype.kind() == 'b') {
+    operand.dtype = DType::kBool;
   } else {
     throw TypeError(name +
-                    " must be float32, float64, float16 or uint16 (the bits of bfloat16), got " +
+                    " must be float32, float64, float16, uint16 (the bits of bfloat16) or bool, "
+                    "got " +
                     std::string(py::str(dtype)));
   }
   const bool native = dtype.attr("isnative").cast<bool>();  // '<' where that is the machine's own
@@ -77,11 +80,13 @@ Operand operand_of(const py::handle& object, const std::string& name) {
 
 std::vector<AttnRange> ranges_of(const py::handle& object) {
   const py::array array = array_of(object, "ranges");
-  if (!py::isinstance<py::array_t<std::int64_t, py::array::c_style>>(array) || array.ndim() != 2 ||
-      array.shape(1) != 3) {
-    throw std::invalid_argument("ranges must be a C-contiguous int64 array of shape [B, 3]");
+  const bool fits = array.ndim() == 2 || array.ndim() == 3;
+  if (!py::isinstance<py::array_t<std::int64_t, py::array::c_style>>(array) || !fits ||
+      array.shape(array.ndim() - 1) != 3) {
+    throw std::invalid_argument(
+        "ranges must be a C-contiguous int64 array of shape [B, 3] or [B, Tq, 3]");
   }
-  std::vector<AttnRange> ranges(static_cast<std::size_t>(array.shape(0)));
+  std::vector<AttnRange> ranges(static_cast<std::size_t>(array.size() / 3));
   static_assert(sizeof(AttnRange) == 3 * sizeof(std::int64_t), "a record a row");
   if (!ranges.empty()) {
     std::memcpy(ranges.data(), array.data(), ranges.size() * sizeof(AttnRange));

@@ -76,16 +76,21 @@ void require_rank4(const Operand& operand, const char* name) {
 
 void set_sizes(Problem& problem) {
   const char* name = "";
-  const Operand& queries = *first_of(Axes::kQueryHeads, problem, name);
-  require_rank4(queries, name);
-  problem.dtype = queries.dtype;
-  problem.B = queries.shape[0];
-  problem.Tq = queries.shape[1];
-  problem.H = head_count(queries.shape[2], "num_heads");
-  problem.hd = head_count(queries.shape[3], "head dim");
+  const Operand* queries = first_of(Axes::kQueryHeads, problem, name);
+  if (queries == nullptr) queries = first_of(Axes::kOutputHeads, problem, name);
+  require_rank4(*queries, name);
+  problem.dtype = queries->dtype;
+  problem.B = queries->shape[0];
+  problem.Tq = queries->shape[1];
+  problem.H = head_count(queries->shape[2], "num_heads");
+  problem.hd = head_count(queries->shape[3], "head dim");
   const Operand* keys = first_of(Axes::kKeyHeads, problem, name);
-  if (keys == nullptr) keys = &queries;  // they play no part
+  if (keys == nullptr) keys = queries;  // they play no part
   require_rank4(*keys, name);
+  const Operand* values = first_of(Axes::kValueHeads, problem, name);
+  if (values == nullptr) values = queries;
+  require_rank4(*values, name);
+  problem.hv = head_count(values->shape[3], "head dim");
   problem.kv_dtype = keys->dtype;
   problem.Tk = keys->shape[1];
   problem.Hkv = head_count(keys->shape[2], "num_kv_heads");

@@ -94,6 +94,7 @@ void set_options(const Options& options, Problem& problem) {
                           {problem.Tk - problem.Tq, 0, problem.Tk});
   } else {
     problem.ranges = ranges_of(options.ranges);
+    problem.runs = py::reinterpret_borrow<py::array>(options.ranges).ndim() == 3;
   }
 }
 

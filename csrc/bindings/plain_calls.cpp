@@ -107,6 +107,9 @@ enum Argument {
   kQueryOffset,
   kKeyStart,
   kKeyEnd,
+  kBias,
+  kMask,
+  kSinks,
   kNumHeads,
   kNumKvHeads,
   kKernel,
@@ -150,7 +153,7 @@ void set_sizes(const HeadsView& q, const HeadsView& k, const HeadsView& v, Probl
   problem.Tk = k.T();
   problem.H = static_cast<Int32>(q.H());
   problem.Hkv = static_cast<Int32>(k.H());
-  problem.hd = static_cast<Int32>(q.hd());
+  problem.hd = problem.hv = static_cast<Int32>(q.hd());
   problem.operands[kBufferQ] = q.heads;
   problem.operands[kBufferK] = k.heads;
   problem.operands[kBufferV] = v.heads;
@@ -190,7 +193,10 @@ struct Forward {
 };
 
 std::optional<Forward> plain_forward(PyObject* const* given) {
-  if (given[kOut] != Py_None || !runs_on_cpu(given[kBackend])) return std::nullopt;
+  for (const Argument array : {kBias, kMask, kSinks, kOut}) {
+    if (given[array] != Py_None) return std::nullopt;
+  }
+  if (!runs_on_cpu(given[kBackend])) return std::nullopt;
   Int64 heads = 0, kv_heads = 0;
   if (given[kNumHeads] != Py_None && !int_of(given[kNumHeads], heads)) return std::nullopt;
   kv_heads = heads;
@@ -242,9 +248,10 @@ py::object attention_forward(PyObject* const* given) {
   record(false, names_backend, usable_cpu_targets().front());
   const bool has_ranges =
       given[kQueryOffset] != Py_None || given[kKeyStart] != Py_None || given[kKeyEnd] != Py_None;
-  return py::make_tuple(
-      o.object, row_max.object, row_sum.object, options_dict(problem, has_ranges, names_backend),
-      py::make_tuple(problem.B, problem.Tq, problem.Tk, problem.H, problem.Hkv, problem.hd));
+  return py::make_tuple(o.object, row_max.object, row_sum.object,
+                        options_dict(problem, has_ranges, names_backend),
+                        py::make_tuple(problem.B, problem.Tq, problem.Tk, problem.H, problem.Hkv,
+                                       problem.hd, problem.hv));
 }
 
 // dout, q, k, v, o, row_max, row_sum, options: q, k and v with heads split, the rest as saved.

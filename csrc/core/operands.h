@@ -10,14 +10,14 @@
 
 namespace forge {
 
-enum class DType { kFloat32, kFloat64, kFloat16, kBFloat16 };
+enum class DType { kFloat32, kFloat64, kFloat16, kBFloat16, kBool };
 
 inline const char* dtype_name(DType dtype) {
-  constexpr const char* kNames[] = {"float32", "float64", "float16", "bfloat16"};
+  constexpr const char* kNames[] = {"float32", "float64", "float16", "bfloat16", "bool"};
   return kNames[static_cast<int>(dtype)];
 }
 inline Int64 dtype_bytes(DType dtype) {
-  constexpr Int64 kBytes[] = {4, 8, 2, 2};
+  constexpr Int64 kBytes[] = {4, 8, 2, 2, 1};
   return kBytes[static_cast<int>(dtype)];
 }
 inline bool is_half(DType dtype) { return dtype_bytes(dtype) == 2; }
@@ -60,20 +60,25 @@ inline bool is_empty(const Operand& operand) {
 }
 
 enum class Axes {
-  kQueryHeads,  // [B, Tq, H, hd], any strides but that of the last axis
-  kKeyHeads,    // [B, Tk, Hkv, hd], likewise
-  kRows,        // [B, H, Tq], C-contiguous
-  kPairs,       // [B, H, Tq, Tk], C-contiguous
+  kQueryHeads,   // [B, Tq, H, hd], any strides but that of the last axis
+  kOutputHeads,  // [B, Tq, H, hv], likewise
+  kKeyHeads,     // [B, Tk, Hkv, hd], likewise
+  kValueHeads,   // [B, Tk, Hkv, hv], likewise
+  kRows,         // [B, H, Tq], C-contiguous
+  kPairs,        // [B, H, Tq, Tk], C-contiguous
+  kSomeRows,     // each axis 1 or that of [B, H, Tq]; any strides, 0 along an axis of 1
+  kSomePairs,    // each axis 1 or that of [B, H, Tq, Tk], likewise
 };
 
 enum class Use {
   kNone,
   kRead,
-  kReadByFused,
+  kReadByFused,  // the materialized family reads it if it is given
   kReadIfGiven,
   kWrite,
   kWriteIfGiven,
   kAddTo,  // overwritten instead where the call does not accumulate
+  kAddToIfGiven,
 };
 
 // Element types follow those of q and k. What is written may have the sums' type instead.
@@ -82,6 +87,8 @@ enum class Stored {
   kAsK,
   kOutput,  // as q where it is written; the sums' where it is read
   kSums,
+  kAsQOrSums,
+  kBool,
 };
 
 struct OperandInfo {
@@ -96,15 +103,19 @@ struct OperandInfo {
 namespace operand_table_words {
 constexpr Use none = Use::kNone, read = Use::kRead, by_fused = Use::kReadByFused,
               if_given = Use::kReadIfGiven, write = Use::kWrite,
-              write_if_given = Use::kWriteIfGiven, add_to = Use::kAddTo;
+              write_if_given = Use::kWriteIfGiven, add_to = Use::kAddTo,
+              add_if_given = Use::kAddToIfGiven;
 constexpr Stored as_q = Stored::kAsQ, as_k = Stored::kAsK, output = Stored::kOutput,
-                 sums = Stored::kSums;
+                 sums = Stored::kSums, as_q_or_sums = Stored::kAsQOrSums, boolean = Stored::kBool;
 }  // namespace operand_table_words
 
 inline bool is_written(Use use) {
-  return use == Use::kWrite || use == Use::kWriteIfGiven || use == Use::kAddTo;
+  return use == Use::kWrite || use == Use::kWriteIfGiven || use == Use::kAddTo ||
+         use == Use::kAddToIfGiven;
 }
-inline bool is_optional(Use use) { return use == Use::kReadIfGiven || use == Use::kWriteIfGiven; }
+inline bool is_optional(Use use) {
+  return use == Use::kReadIfGiven || use == Use::kWriteIfGiven || use == Use::kAddToIfGiven;
+}
 
 constexpr std::size_t kOperands = kBufferRanges;  // their slots come first
 
@@ -115,23 +126,53 @@ inline const std::array<OperandInfo, kOperands>& operand_table() {
       //                                                 bwd_dkv
       {kBufferQ, "q", Axes::kQueryHeads, as_q, false, {{read, read, none, read, read}}},
       {kBufferK, "k", Axes::kKeyHeads, as_k, false, {{read, read, none, read, read}}},
-      {kBufferV, "v", Axes::kKeyHeads, as_k, false, {{read, read, none, read, read}}},
-      {kBufferO, "o", Axes::kQueryHeads, output, false, {{write, read, read, none, none}}},
+      {kBufferV, "v", Axes::kValueHeads, as_k, false, {{read, read, none, read, read}}},
+      {kBufferO, "o", Axes::kOutputHeads, output, false, {{write, read, read, none, none}}},
       {kBufferP, "p", Axes::kPairs, sums, true, {{write, read, none, read, read}}},
       {kBufferRowMax, "row_max", Axes::kRows, sums, false, {{write, by_fused, none, none, none}}},
       {kBufferRowSum, "row_sum", Axes::kRows, sums, false, {{write, by_fused, none, none, none}}},
-      {kBufferDout, "dout", Axes::kQueryHeads, as_q, false, {{none, read, read, read, read}}},
+      {kBufferDout, "dout", Axes::kOutputHeads, as_q, false, {{none, read, read, read, read}}},
       {kBufferDlse, "dlse", Axes::kRows, sums, false, {{none, if_given, if_given, none, none}}},
       {kBufferDRow, "d_row", Axes::kRows, sums, false, {{none, none, write, read, read}}},
       {kBufferDq, "dq", Axes::kQueryHeads, as_q, false, {{none, add_to, none, add_to, none}}},
       {kBufferDk, "dk", Axes::kKeyHeads, as_k, false, {{none, add_to, none, none, add_to}}},
-      {kBufferDv, "dv", Axes::kKeyHeads, as_k, false, {{none, add_to, none, none, add_to}}},
+      {kBufferDv, "dv", Axes::kValueHeads, as_k, false, {{none, add_to, none, none, add_to}}},
       {kBufferRounded,
        "rounded",
-       Axes::kQueryHeads,
+       Axes::kOutputHeads,
        as_q,
        false,
        {{write_if_given, none, none, none, none}}},
+      {kBufferBias,
+       "bias",
+       Axes::kSomePairs,
+       as_q_or_sums,
+       false,
+       {{if_given, if_given, none, if_given, if_given}}},
+      {kBufferMask,
+       "mask",
+       Axes::kSomePairs,
+       boolean,
+       false,
+       {{if_given, if_given, none, if_given, if_given}}},
+      {kBufferSinks,
+       "sinks",
+       Axes::kSomeRows,
+       as_q_or_sums,
+       false,
+       {{if_given, if_given, none, none, none}}},
+      {kBufferDbias,
+       "dbias",
+       Axes::kSomePairs,
+       as_q_or_sums,
+       false,
+       {{none, add_if_given, none, none, none}}},
+      {kBufferDsinks,
+       "dsinks",
+       Axes::kSomeRows,
+       as_q_or_sums,
+       false,
+       {{none, add_if_given, none, none, none}}},
   }};
   return table;
 }

@@ -19,7 +19,7 @@ inline const char* family_name(Family family) {
   return family == Family::kFused ? "fused" : "materialized";
 }
 
-// The options that shape the scores, key ranges apart: these come one a sequence.
+// The options that shape the scores, key ranges apart: these come one a sequence or a query.
 struct MaskAndScale {
   bool causal = false;
   Int64 window_left = -1, window_right = -1;  // -1: all
@@ -33,17 +33,28 @@ struct Problem : MaskAndScale {
   DType kv_dtype = DType::kFloat32;  // of k and v: q's, or half beside float32
   bool accumulate = false;           // gradients are added to what dq, dk and dv hold
   Int64 B = 0, Tq = 0, Tk = 0;
-  Int32 H = 0, Hkv = 0, hd = 0;
-  std::vector<AttnRange> ranges;  // B of them
+  Int32 H = 0, Hkv = 0, hd = 0, hv = 0;
+  bool runs = false;              // a range for each query
+  std::vector<AttnRange> ranges;  // [B], or [B, Tq] with runs
   Operands operands;
 };
+
+// Options that a kernel without them must refuse: what they are called, empty where the call has
+// none.
+inline const char* beyond_plain(const Problem& problem) {
+  if (problem.runs) return "a range of keys for each query";
+  if (problem.hv != problem.hd) return "another head dim of v than of q and k";
+  if (problem.operands[kBufferBias].data) return "bias";
+  if (problem.operands[kBufferMask].data) return "mask";
+  return problem.operands[kBufferSinks].data ? "sinks" : "";
+}
 
 // What this call does with an array.
 inline Use use_of(const OperandInfo& info, const Problem& problem) {
   const bool is_fused = problem.family == Family::kFused;
   if (info.materialized_only && is_fused) return Use::kNone;
   const Use use = info.uses[static_cast<std::size_t>(problem.pass)];
-  if (use == Use::kReadByFused) return is_fused ? Use::kRead : Use::kNone;
+  if (use == Use::kReadByFused) return is_fused ? Use::kRead : Use::kReadIfGiven;
   return use;
 }
 
@@ -90,6 +101,8 @@ AttnParamsOf<Real> params_as(const Problem& problem) {
   to.H = problem.H;
   to.Hkv = problem.Hkv;
   to.hd = problem.hd;
+  to.hv = problem.hv;
+  to.runs = problem.runs ? 1 : 0;
   to.causal = problem.causal ? 1 : 0;
   to.scale = static_cast<Real>(problem.scale);
   to.softcap = static_cast<Real>(problem.softcap);

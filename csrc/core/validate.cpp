@@ -36,9 +36,15 @@ std::array<Int64, 4> expected_shape(Axes axes, const Problem& problem) {
       return {problem.B, problem.Tq, problem.H, problem.hd};
     case Axes::kKeyHeads:
       return {problem.B, problem.Tk, problem.Hkv, problem.hd};
+    case Axes::kOutputHeads:
+      return {problem.B, problem.Tq, problem.H, problem.hv};
+    case Axes::kValueHeads:
+      return {problem.B, problem.Tk, problem.Hkv, problem.hv};
     case Axes::kRows:
+    case Axes::kSomeRows:
       return {problem.B, problem.H, problem.Tq, 0};
     case Axes::kPairs:
+    case Axes::kSomePairs:
       break;
   }
   return {problem.B, problem.H, problem.Tq, problem.Tk};
@@ -51,6 +57,19 @@ void check_shape(const char* name, const Operand& operand, const std::array<Int6
   if (same) return;
   throw std::invalid_argument(name + std::string(" must have shape ") +
                               shape_text(expected.data(), ndim) + ", got " +
+                              shape_text(operand.shape.data(), operand.ndim));
+}
+
+// Each axis 1 or the expected one.
+void check_broadcast_shape(const char* name, const Operand& operand,
+                           const std::array<Int64, 4>& expected, int ndim) {
+  bool fits = operand.ndim == ndim;
+  for (std::size_t axis = 0; fits && axis < static_cast<std::size_t>(ndim); ++axis) {
+    fits = operand.shape[axis] == expected[axis] || operand.shape[axis] == 1;
+  }
+  if (fits) return;
+  throw std::invalid_argument(name + std::string(" must have shape ") +
+                              shape_text(expected.data(), ndim) + " or 1 on some axes, got " +
                               shape_text(operand.shape.data(), operand.ndim));
 }
 
@@ -74,7 +93,9 @@ void check_dtype(const OperandInfo& info, Use use, const Problem& problem) {
   DType expected = info.stored == Stored::kAsK ? problem.kv_dtype : problem.dtype;
   const bool kept = info.stored == Stored::kOutput && !is_written(use);
   if (info.stored == Stored::kSums || kept) expected = sums;
-  if (got == expected || (is_written(use) && got == sums)) return;
+  if (info.stored == Stored::kBool) expected = DType::kBool;
+  const bool or_sums = info.stored == Stored::kAsQOrSums || is_written(use);
+  if (got == expected || (or_sums && got == sums)) return;
   throw TypeError(std::string(info.name) + " must be " + dtype_name(expected) + ", got " +
                   dtype_name(got));
 }
@@ -93,6 +114,7 @@ void check_sizes(const Problem& problem) {
   require(problem.H >= 1, "num_heads must be at least 1, got ", problem.H);
   require(problem.Hkv >= 1, "num_kv_heads must be at least 1, got ", problem.Hkv);
   require(problem.hd >= 1, "head dim must be at least 1, got ", problem.hd);
+  require(problem.hv >= 1, "the head dim of v must be at least 1, got ", problem.hv);
   require(problem.H % problem.Hkv == 0, "num_heads must be a multiple of num_kv_heads, got ",
           problem.H, " and ", problem.Hkv);
 }
@@ -121,8 +143,9 @@ void check_problem(const Problem& problem) {
   check_real("scale", problem.scale, problem.dtype);
   check_real("softcap", problem.softcap, problem.dtype);
   require(problem.softcap >= 0, "softcap must not be negative, got ", problem.softcap);
-  require(static_cast<std::int64_t>(problem.ranges.size()) == problem.B,
-          "ranges must hold one record a sequence");
+  const Int64 records = problem.runs ? problem.B * problem.Tq : problem.B;
+  require(static_cast<std::int64_t>(problem.ranges.size()) == records,
+          "ranges must hold one record a sequence, or one a query");
   for (const AttnRange& range : problem.ranges) {
     require(range.key_start >= 0 && range.key_start <= problem.Tk, "key_start must be within [0, ",
             problem.Tk, "], got ", range.key_start);
@@ -135,17 +158,25 @@ void check_operand(const OperandInfo& info, const Problem& problem) {
   const Operand& operand = problem.operands[info.slot];
   const char* name = info.name;
   check_dtype(info, use_of(info, problem), problem);
-  check_shape(name, operand, expected_shape(info.axes, problem), info.axes == Axes::kRows ? 3 : 4);
-  const bool heads = info.axes == Axes::kQueryHeads || info.axes == Axes::kKeyHeads;
-  if (!is_empty(operand)) {  // NumPy gives empty arrays any strides
-    if (heads) {
-      check_unit_last_axis(name, operand);
-    } else {
+  const bool rows = info.axes == Axes::kRows || info.axes == Axes::kSomeRows;
+  const bool some = info.axes == Axes::kSomeRows || info.axes == Axes::kSomePairs;
+  const std::array<Int64, 4> expected = expected_shape(info.axes, problem);
+  if (some) {
+    check_broadcast_shape(name, operand, expected, rows ? 3 : 4);
+  } else {
+    check_shape(name, operand, expected, rows ? 3 : 4);
+  }
+  if (!is_empty(operand) && !some) {  // NumPy gives empty arrays any strides
+    if (rows || info.axes == Axes::kPairs) {
       check_contiguous(name, operand);
+    } else {
+      check_unit_last_axis(name, operand);
     }
   }
   const Use use = use_of(info, problem);
-  if (is_written(use)) check_output(name, operand);
+  if (!is_written(use)) return;
+  if (info.axes == Axes::kSomePairs && !is_empty(operand)) check_unit_last_axis(name, operand);
+  check_output(name, operand);
   if (info.slot != kBufferRounded) return;
   const DType kept = problem.operands[kBufferO].dtype;
   require(is_half(operand.dtype) && !is_half(kept), name,

@@ -1,5 +1,7 @@
 #include "dispatch/cpu_backend.h"
 
+#include <algorithm>
+
 #include "core/cpu_target.h"
 #include "core/thread_pool.h"
 #include "cpu/attention.h"
@@ -24,9 +26,10 @@ class CpuBackend final : public Backend {
               "float64 needs kernel='materialized'; the fused kernels take float32, float16 and "
               "bfloat16"};
     }
-    if (problem.hd > cpu::kMaxHeadDim) {
+    const Int32 widest = std::max(problem.hd, problem.hv);
+    if (widest > cpu::kMaxHeadDim) {
       return {false, "the fused kernels take head dims 1 to " + std::to_string(cpu::kMaxHeadDim) +
-                         ", got " + std::to_string(problem.hd)};
+                         ", got " + std::to_string(widest)};
     }
     return {true, ""};
   }

@@ -27,6 +27,9 @@ class MetalBackend final : public Backend {
       return {false, std::string("the materialized Metal kernels take float32, got ") +
                          dtype_name(problem.kv_dtype)};
     }
+    if (const std::string option = beyond_plain(problem); !option.empty()) {
+      return {false, "the Metal kernels do not take " + option};
+    }
     if (problem.family == Family::kFused && problem.hd > kMaxFusedHeadDim) {
       return {false, "the fused Metal kernels take head dims 1 to " +
                          std::to_string(kMaxFusedHeadDim) + ", got " + std::to_string(problem.hd)};

@@ -70,6 +70,12 @@ CpuTarget run_in(const Problem& problem, CpuTarget target) {
       run(kernels.bwd_d, query_rows);
       run(kernels.bwd_dq, query_rows);
       run(kernels.bwd_dkv, key_rows);
+      const auto rows_of = [&](const Operand& some) {
+        return some.shape[0] * some.shape[1] * some.shape[2];
+      };
+      const Operand &dbias = operands[kBufferDbias], &dsinks = operands[kBufferDsinks];
+      if (dbias.data != nullptr) run(kernels.bwd_dbias, rows_of(dbias));
+      if (dsinks.data != nullptr) run(kernels.bwd_dsinks, rows_of(dsinks));
       break;
     }
     case Pass::kBwdD:

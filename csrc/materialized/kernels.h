@@ -1,4 +1,4 @@
-// The four materialized kernels over a range of rows, compiled once per instruction set. Every
+// The materialized kernels over a range of rows, compiled once per instruction set. Every
 // target computes the same bits: one rounding per operation, in a fixed order, fma where the order
 // says fma.
 #pragma once
@@ -19,6 +19,8 @@ struct Kernels {
   Fn bwd_d;
   Fn bwd_dq;
   Fn bwd_dkv;
+  Fn bwd_dbias;   // over the rows of dbias, [B|1, H|1, Tq|1]
+  Fn bwd_dsinks;  // over those of dsinks
 };
 
 namespace baseline {

@@ -37,8 +37,8 @@ struct AttnStrides {
   Int64 first;
 };
 
-// Where sequence b stands: query i is at key position i + query_offset, and keys outside
-// [key_start, key_end) are seen by nobody.
+// Where a sequence, or one of its queries, stands: query i is at key position i + query_offset, and
+// does not see keys outside [key_start, key_end).
 struct AttnRange {
   Int64 query_offset;
   Int64 key_start;
@@ -64,8 +64,10 @@ struct AttnParamsOf {
   AttnStrides rounded;
   Int32 H;       // query heads
   Int32 Hkv;     // key/value heads; query head h reads kv head h / (H / Hkv)
-  Int32 hd;      // head dim
+  Int32 hd;      // head dim, of q and k
+  Int32 hv;      // of v and o
   Int32 causal;  // 0 or 1
+  Int32 runs;    // 1: there is a range for each query, [B, Tq]; 0: for each sequence
   Real scale;    // x = scale * (q . k)
   Real softcap;  // s = softcap * tanh(x / softcap); 0: off
 };
@@ -87,14 +89,14 @@ FORGE_INLINE Int64 element_offset(AttnStrides strides, Int64 b, Int64 t, Int64 h
 static_assert(sizeof(AttnStrides) == 32, "layout shared with the shaders");
 static_assert(sizeof(AttnSpan) == 16, "layout shared with the shaders");
 static_assert(sizeof(AttnRange) == 24, "layout shared with the shaders");
-static_assert(sizeof(AttnParams) == 352, "layout shared with the shaders");
+static_assert(sizeof(AttnParams) == 360, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, window_left) == 24, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, q) == 40, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, dv) == 264, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, rounded) == 296, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, H) == 328, "layout shared with the shaders");
-static_assert(offsetof(AttnParams, scale) == 344, "layout shared with the shaders");
-static_assert(offsetof(AttnParams, softcap) == 348, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, scale) == 352, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, softcap) == 356, "layout shared with the shaders");
 #endif
 
 }  // namespace forge

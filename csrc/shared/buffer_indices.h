@@ -19,11 +19,16 @@ enum BufferIndex {
   kBufferDk = 11,
   kBufferDv = 12,
   kBufferRounded = 13,  // o in q's type, where o itself is kept in float32
-  kBufferRanges = 14,   // AttnRange, B of them
-  kBufferParams = 15,   // AttnParams
-  kBufferSpan = 16,     // AttnSpan, of the materialized kernels
-  kBufferPartial = 17,  // decode's unfinished rows, [B, H, Tq, splits, hd + 4]
-  kBufferGrid = 18,     // AttnGrid, of the fused kernels
+  kBufferBias = 14,
+  kBufferMask = 15,
+  kBufferSinks = 16,
+  kBufferDbias = 17,
+  kBufferDsinks = 18,
+  kBufferRanges = 19,   // AttnRange, B of them, or B * Tq
+  kBufferParams = 20,   // AttnParams
+  kBufferSpan = 21,     // AttnSpan, of the materialized kernels
+  kBufferPartial = 22,  // decode's unfinished rows, [B, H, Tq, splits, hd + 4]
+  kBufferGrid = 23,     // AttnGrid, of the fused kernels
 };
 
 }  // namespace forge

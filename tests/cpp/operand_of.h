@@ -40,13 +40,21 @@ inline void give(forge::Problem& problem, forge::BufferIndex slot,
     case forge::Axes::kQueryHeads:
       operand = contiguous(data, {problem.B, problem.Tq, problem.H, problem.hd});
       break;
+    case forge::Axes::kOutputHeads:
+      operand = contiguous(data, {problem.B, problem.Tq, problem.H, problem.hv});
+      break;
     case forge::Axes::kKeyHeads:
       operand = contiguous(data, {problem.B, problem.Tk, problem.Hkv, problem.hd});
       break;
+    case forge::Axes::kValueHeads:
+      operand = contiguous(data, {problem.B, problem.Tk, problem.Hkv, problem.hv});
+      break;
     case forge::Axes::kRows:
+    case forge::Axes::kSomeRows:
       operand = contiguous(data, {problem.B, problem.H, problem.Tq});
       break;
     case forge::Axes::kPairs:
+    case forge::Axes::kSomePairs:
       operand = contiguous(data, {problem.B, problem.H, problem.Tq, problem.Tk});
       break;
   }

@@ -82,7 +82,7 @@ Case read_case(Reader& reader) {
   problem.Tk = sizes[2];
   problem.H = static_cast<forge::Int32>(sizes[3]);
   problem.Hkv = static_cast<forge::Int32>(sizes[4]);
-  problem.hd = static_cast<forge::Int32>(sizes[5]);
+  problem.hd = problem.hv = static_cast<forge::Int32>(sizes[5]);
   problem.causal = sizes[6] != 0;
   problem.window_left = sizes[7];
   problem.window_right = sizes[8];

@@ -71,7 +71,7 @@ forge::Problem problem_of(std::int64_t Tq, std::int64_t Tk, int hd) {
   problem.Tk = Tk;
   problem.H = 2;
   problem.Hkv = 1;
-  problem.hd = hd;
+  problem.hd = problem.hv = hd;
   problem.causal = true;
   problem.scale = 0.25;
   problem.ranges = {{Tk - Tq, 0, Tk}};

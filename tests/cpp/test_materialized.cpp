@@ -154,7 +154,7 @@ forge::Problem problem_of(const Arrays& a, const Options& opt) {
   problem.window_right = opt.right;
   problem.H = static_cast<forge::Int32>(a.H);
   problem.Hkv = static_cast<forge::Int32>(a.Hkv);
-  problem.hd = static_cast<forge::Int32>(a.hd);
+  problem.hd = problem.hv = static_cast<forge::Int32>(a.hd);
   problem.causal = opt.causal != 0;
   problem.scale = opt.scale;
   problem.softcap = opt.softcap;

@@ -37,12 +37,14 @@ void test_params_as_keeps_every_field() {
   problem.Tk = 3;
   problem.window_left = 4;
   problem.window_right = 5;
-  forge::AttnParams expected{1,  2,  3,  4,  5, {}, {}, {}, {},     {},
-                             {}, {}, {}, {}, 6, 7,  8,  1,  0.125f, 50};
+  forge::AttnParams expected{1,  2,  3,  4, 5, {}, {}, {}, {}, {},     {},
+                             {}, {}, {}, 6, 7, 8,  9,  1,  1,  0.125f, 50};
   std::int64_t count = 100;
   for (const forge::OperandInfo& info : forge::operand_table()) {
     forge::AttnStrides* strides = forge::strides_in(expected, info.slot);
-    const bool heads = info.axes == forge::Axes::kQueryHeads || info.axes == forge::Axes::kKeyHeads;
+    const bool heads = info.axes == forge::Axes::kQueryHeads ||
+                       info.axes == forge::Axes::kOutputHeads ||
+                       info.axes == forge::Axes::kKeyHeads || info.axes == forge::Axes::kValueHeads;
     CHECK((strides != nullptr) == heads);
     if (strides == nullptr) continue;
     *strides = {count, count + 1, count + 2, 0};
@@ -52,6 +54,8 @@ void test_params_as_keeps_every_field() {
   problem.H = 6;
   problem.Hkv = 7;
   problem.hd = 8;
+  problem.hv = 9;
+  problem.runs = true;
   problem.causal = true;
   problem.scale = 0.125;
   problem.softcap = 50;

@@ -19,7 +19,7 @@ forge::Problem problem_of(forge::Family family, forge::DType dtype, int hd) {
   problem.B = 1;
   problem.H = 1;
   problem.Hkv = 1;
-  problem.hd = hd;
+  problem.hd = problem.hv = hd;
   return problem;
 }
 

@@ -18,7 +18,7 @@ forge::Problem valid_problem() {
   problem.Tk = 5;
   problem.H = 4;
   problem.Hkv = 2;
-  problem.hd = 8;
+  problem.hd = problem.hv = 8;
   problem.window_left = -1;
   problem.window_right = -1;
   problem.scale = 1;
