@@ -11,6 +11,7 @@
 
 #include "cpu/simd_math.h"
 #include "shared/attn_row.h"
+#include "shared/index_range.h"
 
 namespace forge::cpu::FORGE_TARGET {
 namespace {
@@ -20,8 +21,9 @@ constexpr int kKeyClasses = 4;
 constexpr int kTileUnit = kVectorRegisters == 32 ? 16 : 48;
 constexpr int kMostTileKeys = (128 + kTileUnit - 1) / kTileUnit * kTileUnit;
 
-// Keys a tile: scores of a row block stay in L1, packed keys and values in L2.
-FORGE_INLINE Int64 tile_keys(Int64 hd) { return round_up(hd <= 128 ? 128 : 64, kTileUnit); }
+// Keys a tile, by the larger of the head sizes: scores of a row block stay in L1, packed keys and
+// values in L2.
+FORGE_INLINE Int64 tile_keys(Int64 widest) { return round_up(widest <= 128 ? 128 : 64, kTileUnit); }
 
 // Down to the first of four keys: where a range of keys may begin.
 FORGE_INLINE Int64 class_begin(Int64 key) { return key / kKeyClasses * kKeyClasses; }
@@ -56,10 +58,24 @@ struct RowEnd {
   Real factor;
 };
 
-FORGE_INLINE RowEnd end_of_row(bool sees_keys, Real m, Real l) {
+// The sink is one more score, with a value of zero; -inf: there is none.
+FORGE_INLINE RowEnd end_of_row(bool sees_keys, Real m, Real l, Real sink) {
   RowEnd end = {finished_row(sees_keys, m, l), 0};
   end.row.m += 0;
   end.factor = 1 / end.row.l;
+  if (sink == -__builtin_inff()) return end;
+  if (!end.row.live) {
+    end.row.m = sink;
+    end.row.l = 1;
+    return end;
+  }
+  end.row.m = (m > sink ? m : sink) + 0;
+  Vec below{};
+  below[0] = m - end.row.m;
+  below[1] = sink - end.row.m;
+  const Vec factors = exp_of_nonpositive(below);
+  end.row.l = l * factors[0] + factors[1];
+  end.factor = factors[0] / end.row.l;
   return end;
 }
 

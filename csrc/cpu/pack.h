@@ -16,11 +16,10 @@ FORGE_INLINE void prefetch_row(const Stored* row, Int64 n) {
   for (Int64 d = 0; d < n; d += kLine) __builtin_prefetch(row + d, 0, 2);
 }
 
-// kLanes rows of n elements become n vectors, `stride` elements apart. Up to kLanes - 1 vectors
-// past them are overwritten.
-template <typename Stored>
-FORGE_INLINE void rows_to_lanes(const Stored* const (&rows)[kLanes], Int64 n, Real* lanes,
-                                Int64 stride) {
+// kLanes rows of n elements become n vectors, d by d: put(d, vector). Up to kLanes - 1 vectors past
+// them are put too.
+template <typename Stored, typename Put>
+FORGE_INLINE void for_lanes(const Stored* const (&rows)[kLanes], Int64 n, const Put& put) {
   Int64 d = 0;
   for (; d + 4 <= n; d += 4) {
     // Gathered in parts of four: half the shuffles of a transpose of whole vectors.
@@ -29,7 +28,7 @@ FORGE_INLINE void rows_to_lanes(const Stored* const (&rows)[kLanes], Int64 n, Re
     for (int i = 0; i < 4; ++i) block[i] = load_quads(rows + i, d);
     transpose_quads(block[0], block[1], block[2], block[3]);
     FORGE_UNROLL
-    for (int i = 0; i < 4; ++i) store(lanes + (d + i) * stride, block[i]);
+    for (int i = 0; i < 4; ++i) put(d + i, block[i]);
   }
   if (d < n) {
     Vec block[kLanes];
@@ -37,8 +36,16 @@ FORGE_INLINE void rows_to_lanes(const Stored* const (&rows)[kLanes], Int64 n, Re
     for (int i = 0; i < kLanes; ++i) block[i] = load_within(rows[i], d, n);
     transpose(block);
     FORGE_UNROLL
-    for (int i = 0; i < kLanes; ++i) store(lanes + (d + i) * stride, block[i]);
+    for (int i = 0; i < kLanes; ++i) put(d + i, block[i]);
   }
+}
+
+// The same, stored `stride` elements apart.
+template <typename Stored>
+FORGE_INLINE void rows_to_lanes(const Stored* const (&rows)[kLanes], Int64 n, Real* lanes,
+                                Int64 stride) {
+  for_lanes(rows, n,
+            [=](Int64 d, Vec x) __attribute__((always_inline)) { store(lanes + d * stride, x); });
 }
 
 // The way back, each row finished with its lane of `factor`; `zeroed` lanes give zeros whatever

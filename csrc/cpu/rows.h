@@ -22,6 +22,9 @@ FORGE_INLINE Int64 kv_heads(const AttnParams& params) { return params.B * params
 
 FORGE_INLINE Int64 group_size(const AttnParams& params) { return params.H / params.Hkv; }
 
+// Of the head sizes, the one that tiles of keys and values are cut by.
+FORGE_INLINE Int64 widest_head(const AttnParams& params) { return larger(params.hd, params.hv); }
+
 FORGE_INLINE Int64 rows_of_group(const AttnParams& params) {
   return params.Tq * group_size(params);
 }
@@ -52,6 +55,28 @@ struct RowCursor {
 FORGE_INLINE RowCursor row_cursor(const AttnParams& params, Int64 kv_head, Int64 row) {
   const Int64 rep = group_size(params), first = kv_head * rep;
   return {row / rep, first + row % rep, first, first + rep};
+}
+
+// The arrays that hold something of each pair of a query row and a key; without data: not given.
+struct PairArrays {
+  Operand bias;
+  Operand mask;
+
+  bool given() const { return bias.data != nullptr || mask.data != nullptr; }
+};
+
+// Where a row's pairs lie in them: elements up to the one with key 0.
+struct PairRow {
+  Int64 bias;
+  Int64 mask;
+};
+
+FORGE_INLINE PairRow pair_row(const PairArrays& arrays, Int64 b, Int64 head, Int64 query) {
+  const auto at = [=](const Operand& operand) {
+    const auto& strides = operand.strides;
+    return b * strides[0] + head * strides[1] + query * strides[2];
+  };
+  return {at(arrays.bias), at(arrays.mask)};
 }
 
 // The keys that some of the rows [begin, end) see: both ends move with the query.

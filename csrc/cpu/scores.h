@@ -108,22 +108,15 @@ FORGE_INLINE void dot_rows(const Real* const* rows, const Real* lanes, Int64 lan
   }
 }
 
-// Where a vector of scores stands: the pair of its first lane, as numbers of a row of the kv head
-// and of a key of the sequence.
-struct PairPlace {
-  Int64 row;
-  Int64 key;
-};
-
 // What happens to a score between the dot product and the maximum. A map has
-//   score(dot, place)         the score
-//   score(dot, place, slope)  likewise, and its derivative by scale * dot where kHasSlope
+//   score(dot, at)         the score; `at`: where its vector lies among the tile's scores
+//   score(dot, at, slope)  likewise, and its derivative by scale * dot where kHasSlope
 struct ScaledMap {
   static constexpr bool kHasSlope = false;
   Real scale;
 
-  FORGE_MEMBER Vec score(Vec dot, PairPlace) const { return dot * broadcast(scale); }
-  FORGE_MEMBER Vec score(Vec dot, PairPlace place, Vec&) const { return score(dot, place); }
+  FORGE_MEMBER Vec score(Vec dot, Int64) const { return dot * broadcast(scale); }
+  FORGE_MEMBER Vec score(Vec dot, Int64 at, Vec&) const { return score(dot, at); }
 };
 
 struct CappedMap {
@@ -135,11 +128,31 @@ struct CappedMap {
   FORGE_MEMBER Vec tanh_of(Vec dot) const {
     return tanh(dot * broadcast(scale) * broadcast(inverse_softcap));
   }
-  FORGE_MEMBER Vec score(Vec dot, PairPlace) const { return broadcast(softcap) * tanh_of(dot); }
-  FORGE_MEMBER Vec score(Vec dot, PairPlace, Vec& slope) const {
+  FORGE_MEMBER Vec score(Vec dot, Int64) const { return broadcast(softcap) * tanh_of(dot); }
+  FORGE_MEMBER Vec score(Vec dot, Int64, Vec& slope) const {
     const Vec t = tanh_of(dot);
     slope = broadcast(1) - t * t;
     return broadcast(softcap) * t;
+  }
+};
+
+// Whether a bias hides its pair, whatever the score is. NaN does not.
+FORGE_INLINE IntVec hides(Vec bias) { return bias == broadcast(-__builtin_inff()); }
+
+FORGE_INLINE Vec add_bias(Vec score, Vec bias) { return select(hides(bias), bias, score + bias); }
+
+// Another map, then a bias, which lies as the tile's scores do.
+template <typename Map>
+struct BiasedMap {
+  static constexpr bool kHasSlope = Map::kHasSlope;
+  Map map;
+  const Real* bias;
+
+  FORGE_MEMBER Vec score(Vec dot, Int64 at) const {
+    return add_bias(map.score(dot, at), load(bias + at));
+  }
+  FORGE_MEMBER Vec score(Vec dot, Int64 at, Vec& slope) const {
+    return add_bias(map.score(dot, at, slope), load(bias + at));
   }
 };
 
@@ -150,6 +163,13 @@ FORGE_INLINE void with_score_map(const AttnParams& params, const Body& body) {
   // 1 / softcap overflows below 2^-128; then no two scores differ by more than exp can tell from 0.
   const Real inverse = 1 / params.softcap, largest = 3.40282347e38f;
   body(CappedMap{params.scale, params.softcap, inverse > largest ? largest : inverse});
+}
+
+// body(map) with the map of a tile that has a bias; null: it has none.
+template <typename Map, typename Body>
+FORGE_INLINE void with_bias(const Map& map, const Real* bias, const Body& body) {
+  if (bias == nullptr) return body(map);
+  body(BiasedMap<Map>{map, bias});
 }
 
 }  // namespace

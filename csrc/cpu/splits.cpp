@@ -5,11 +5,9 @@
 namespace forge::cpu {
 
 IndexRange Forward::tiles(Int64 b) const {
-  const AttnParams& params = call.params;
-  const AttnBand seen = band(b);
-  const IndexRange keys = {visible_keys(seen, 0).begin, visible_keys(seen, params.Tq - 1).end};
-  const Int64 step = kernels.forward.tile_keys(params.hd);
-  return is_empty(keys) ? nothing() : IndexRange{keys.begin / step, ceil_div(keys.end, step)};
+  const IndexRange seen = keys[static_cast<std::size_t>(b)];
+  const Int64 step = tile_keys();
+  return is_empty(seen) ? nothing() : IndexRange{seen.begin / step, ceil_div(seen.end, step)};
 }
 
 SplitPlan plan_splits(const Forward& forward, Int64 tasks, Int64 shares, Int64 least_tiles) {
@@ -18,7 +16,7 @@ SplitPlan plan_splits(const Forward& forward, Int64 tasks, Int64 shares, Int64 l
   plan.floats = params.Hkv * forward.rows * forward.row_floats();
   const Int64 room = std::max<Int64>(2, kMostPartFloats / plan.floats);  // totals and parts
   plan.sequences = std::min(params.B, room / 2);
-  plan.tiles = ceil_div(params.Tk, forward.kernels.forward.tile_keys(params.hd));
+  plan.tiles = std::max<Int64>(1, ceil_div(params.Tk, forward.tile_keys()));
   plan.splits = std::clamp<Int64>(ceil_div(tasks, plan.sequences * shares), 1,
                                   std::max<Int64>(1, plan.tiles / least_tiles));
   if (plan.splits == 1) return plan;
@@ -56,7 +54,7 @@ void merge_round(const Forward& forward, const SplitRound& round) {
     MergeTask task;
     task.b = round.sequences.begin + head.b;
     task.kv_head = head.head;
-    task.band = forward.band(task.b);
+    task.mask = forward.mask(task.b);
     task.rows = {first, std::min(forward.rows, first + kRows)};
     const Int64 place = (task.kv_head * forward.rows + first) * forward.row_floats();
     const IndexRange tiles = round.tiles_of(forward, task.b);

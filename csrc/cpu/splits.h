@@ -3,6 +3,8 @@
 // part changes no bit of it, so there are as many tasks as the threads want.
 #pragma once
 
+#include <vector>
+
 #include "core/thread_pool.h"
 #include "cpu/kernel_tables.h"
 
@@ -15,15 +17,15 @@ struct Forward {
   const Problem& problem;
   ForwardCall call;
   KernelTables kernels;
-  Int64 rows;   // a kv head: rep * Tq
-  Int64 heads;  // B * Hkv
+  Int64 rows;                    // a kv head: rep * Tq
+  Int64 heads;                   // B * Hkv
+  std::vector<IndexRange> keys;  // from the first to the last that some query of a sequence sees
 
-  AttnBand band(Int64 b) const {
-    return attn_band(call.params, problem.ranges[static_cast<std::size_t>(b)]);
-  }
+  SequenceMask mask(Int64 b) const { return SequenceMask(call.params, problem.ranges.data(), b); }
+  Int64 tile_keys() const { return kernels.forward.tile_keys(widest_head(call.params)); }
   // Tiles of keys that some query of sequence b may see.
   IndexRange tiles(Int64 b) const;
-  Int64 row_floats() const { return part_floats(call.params.hd); }
+  Int64 row_floats() const { return part_floats(call.params.hv); }
 };
 
 struct SplitPlan {

@@ -208,6 +208,51 @@ FORGE_STORED_AS(Float16)
 FORGE_STORED_AS(BFloat16)
 #undef FORGE_STORED_AS
 
+// An element of a mask, as what it adds to a score: 0 where the pair is visible, else -inf.
+struct Shown {
+  std::uint8_t byte;
+};
+typedef std::uint8_t ByteVec __attribute__((vector_size(kLanes)));
+
+FORGE_INLINE Vec widened(ByteVec bytes) {
+#if defined(__AVX512F__)
+  const __mmask16 hidden = _mm_testn_epi8_mask((__m128i)bytes, (__m128i)bytes);
+  return (Vec)_mm512_maskz_mov_ps(hidden, _mm512_set1_ps(-__builtin_inff()));
+#else
+#if defined(__AVX2__)
+  std::int64_t eight;
+  std::memcpy(&eight, &bytes, sizeof eight);
+  const IntVec wide = (IntVec)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(eight));
+#else
+  std::uint32_t four;
+  std::memcpy(&four, &bytes, sizeof four);
+  const IntVec wide = (IntVec)((BitsVec{} + four) & BitsVec{0xff, 0xff00, 0xff0000, 0xff000000});
+#endif
+  return from_bits((wide == 0) & bits_of(broadcast(-__builtin_inff())));
+#endif
+}
+
+FORGE_INLINE Vec load(const Shown* from) {
+  ByteVec bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return widened(bytes);
+}
+
+FORGE_INLINE Vec load_quads(const Shown* const* rows, std::int64_t at) {
+  std::uint32_t quads[kLanes / 4];
+  FORGE_UNROLL
+  for (int i = 0; i < kLanes / 4; ++i) std::memcpy(&quads[i], rows[4 * i] + at, sizeof quads[i]);
+  ByteVec bytes;
+  std::memcpy(&bytes, quads, sizeof bytes);
+  return widened(bytes);
+}
+
+FORGE_INLINE Vec load_partial(const Shown* from, int n) {
+  ByteVec bytes = ByteVec{} + 1;
+  for (int lane = 0; lane < n; ++lane) bytes[lane] = from[lane].byte;
+  return widened(bytes);
+}
+
 // body(pointer) with the operand's own element type, which is const where `body` takes it so.
 template <typename Body>
 FORGE_INLINE auto with_elements(const Operand& operand, const Body& body) {
@@ -227,6 +272,11 @@ template <typename Stored>
 FORGE_INLINE Vec load_within(const Stored* row, std::int64_t at, std::int64_t n) {
   if (at + kLanes <= n) return load(row + at);
   return at < n ? load_partial(row + at, static_cast<int>(n - at)) : Vec{};
+}
+
+template <typename Stored>
+FORGE_INLINE Real element_at(const Stored* from) {
+  return load_partial(from, 1)[0];
 }
 
 template <typename Stored>

@@ -1,6 +1,7 @@
 // Compiled once per target, with that target's flags.
 #include "simd_kernels.h"
 
+#include "cpu/bias.h"
 #include "cpu/simd_math.h"
 #include "cpu/stored.h"
 
@@ -30,6 +31,13 @@ void copy_partial(const float* from, float* to, int n) {
   store_partial(to, load_partial(from, n), n);
 }
 
+bool pack_bias_tile(const PairArrays& arrays, const PairRow* rows, std::int64_t count,
+                    IndexRange keys, float* to, std::int64_t stride, bool& hides_all) {
+  const BiasTile tile = pack_bias(arrays, rows, count, keys, to, stride);
+  hides_all = tile.hides_all;
+  return tile.at != nullptr;
+}
+
 }  // namespace
 
 #define FORGE_NAME_TEXT(target) #target
@@ -37,7 +45,7 @@ void copy_partial(const float* from, float* to, int n) {
 
 extern const SimdKernels kSimdKernels;
 const SimdKernels kSimdKernels = {
-    FORGE_NAME(FORGE_TARGET), kLanes,      apply_exp2, apply_exp, apply_tanh,
-    apply_transpose,          copy_partial};
+    FORGE_NAME(FORGE_TARGET), kLanes,       apply_exp2,    apply_exp, apply_tanh,
+    apply_transpose,          copy_partial, pack_bias_tile};
 
 }  // namespace forge::cpu::FORGE_TARGET

@@ -2,81 +2,18 @@
 // all options, strides, NaN and infinity, dead rows; the same bits at any thread count.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "attention_cases.h"
 #include "check.h"
-#include "core/thread_pool.h"
 #include "cpu/attention.h"
+#include "forward_checks.h"
 
 namespace {
 
 using forge::CpuTarget;
 using namespace forge_test;
-
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
-
-bool both_nan_or_near(float got, double want, double tolerance) {
-  if (std::isnan(want)) return std::isnan(got);
-  if (std::isinf(want)) return got == want;
-  return std::fabs(got - want) <= tolerance;
-}
-
-// Against float64, within what a plain float32 evaluation allows itself.
-void check_against_oracle(const Case& c, const Arrays& arrays, const ForwardResult& got,
-                          CpuTarget target) {
-  const char* name = forge::cpu_target_name(target);
-  std::vector<double> o(static_cast<std::size_t>(c.hd));
-  for (std::int64_t b = 0; b < c.B; ++b) {
-    for (std::int64_t h = 0; h < c.H; ++h) {
-      for (std::int64_t i = 0; i < c.Tq; ++i) {
-        const OracleRow row = oracle_row(c, arrays, b, h, i, o.data());
-        const std::size_t at = static_cast<std::size_t>((b * c.H + h) * c.Tq + i);
-        if (row.visible == 0) {
-          CHECK_MSG(got.row_max[at] == -INFINITY && got.row_sum[at] == 0, "%s %s: dead row %d",
-                    name, c.name.c_str(), static_cast<int>(i));
-        } else if (std::isfinite(row.m) && std::isfinite(row.l)) {
-          const double lse = got.row_max[at] + std::log(got.row_sum[at]);
-          CHECK_MSG(std::fabs(lse - (row.m + std::log(row.l))) <= row.score_error + 2e-6,
-                    "%s %s: lse of row %d is %.9g, not %.9g", name, c.name.c_str(),
-                    static_cast<int>(i), lse, row.m + std::log(row.l));
-        }
-        const float* o_got = got.o.data() + ((b * c.Tq + i) * c.H + h) * c.hd;
-        for (std::int64_t d = 0; d < c.hd; ++d) {
-          const double tolerance = (2 * row.score_error + 4e-6) * row.value_size;
-          CHECK_MSG(both_nan_or_near(o_got[d], o[static_cast<std::size_t>(d)], tolerance),
-                    "%s %s: o[%d, %d, %d, %d] is %.9g, not %.9g (%.1e allowed)", name,
-                    c.name.c_str(), static_cast<int>(b), static_cast<int>(i), static_cast<int>(h),
-                    static_cast<int>(d), o_got[d], o[static_cast<std::size_t>(d)], tolerance);
-        }
-      }
-    }
-  }
-}
-
-void check_case(const Case& c, const Arrays& arrays) {
-  if (!takes_next_case()) return;
-  for (CpuTarget target : forge::usable_cpu_targets()) {
-    forge::set_num_threads(2);
-    const ForwardResult got = run_forward(c, arrays, target);
-    check_against_oracle(c, arrays, got, target);
-    for (int threads : {1, 3, 8}) {
-      forge::set_num_threads(threads);
-      const ForwardResult again = run_forward(c, arrays, target);
-      CHECK_MSG(same_bits(got.o, again.o) && same_bits(got.row_max, again.row_max) &&
-                    same_bits(got.row_sum, again.row_sum),
-                "%s %s: other bits on %d threads", forge::cpu_target_name(target), c.name.c_str(),
-                threads);
-    }
-  }
-}
-
-void check_case(const Case& c) { check_case(c, make_arrays(c)); }
 
 void test_shapes() {
   for (std::int64_t T : {1, 2, 7, 31, 33, 63, 64, 65, 127, 129, 193, 257, 300}) {

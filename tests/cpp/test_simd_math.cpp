@@ -10,34 +10,7 @@
 #include "core/cpu_target.h"
 #include "simd_kernels.h"
 
-#if defined(__x86_64__)
-namespace forge::cpu::baseline {
-extern const SimdKernels kSimdKernels;
-}
-namespace forge::cpu::avx2 {
-extern const SimdKernels kSimdKernels;
-}
-namespace forge::cpu::avx512 {
-extern const SimdKernels kSimdKernels;
-}
-#elif defined(__aarch64__)
-namespace forge::cpu::neon {
-extern const SimdKernels kSimdKernels;
-}
-#endif
-
 namespace {
-
-const SimdKernels& kernels_of(forge::CpuTarget target) {
-#if defined(__x86_64__)
-  if (target == forge::CpuTarget::kAvx512) return forge::cpu::avx512::kSimdKernels;
-  if (target == forge::CpuTarget::kAvx2) return forge::cpu::avx2::kSimdKernels;
-  return forge::cpu::baseline::kSimdKernels;
-#else
-  (void)target;
-  return forge::cpu::neon::kSimdKernels;
-#endif
-}
 
 float float_of(std::uint32_t bits) {
   float x;

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cpu/backward/kernel.h"
+#include "cpu/bias.h"
 #include "cpu/panels.h"
 #include "cpu/stored.h"
 
@@ -27,24 +28,32 @@ struct RowGroup {
   int column;
 };
 
+// Where the rows of a block go, n elements each.
+struct PackedRows {
+  Real* channels;
+  Real* lanes;
+  Int64 n;
+  Int64 rows;  // that there is room for
+};
+
 // A group's rows into the panels of channels and, transposed, into their column of a panel of rows;
 // null rows as zeros. Whole: no null rows, no partial vectors. Returns NaN lanes where an element
 // is not finite, else zeros.
 template <bool Whole, typename Stored>
-FORGE_INLINE Vec pack_rows(const BackwardTiling& tiling, const RowGroup& group,
-                           const Stored* const (&rows)[kLanes], Real* channels, Real* lanes) {
-  const Int64 vecs = tiling.channels / kLanes, step = group.width * kLanes;
-  Real* column = lanes + group.panel * kLanes * tiling.hd + group.column * kLanes;
+FORGE_INLINE Vec pack_rows(const PackedRows& to_rows, const RowGroup& group,
+                           const Stored* const (&rows)[kLanes]) {
+  const Int64 n = to_rows.n, vecs = ceil_div(n, kLanes), step = group.width * kLanes;
+  Real* column = to_rows.lanes + group.panel * kLanes * n + group.column * kLanes;
   Vec zeros{};
   for (Int64 at = 0; at < vecs;) {
     const int width = panel_vecs(at, vecs, kChannelVecs);
-    Real* to = channels + (at * tiling.rows + group.first * width) * kLanes;
+    Real* to = to_rows.channels + (at * to_rows.rows + group.first * width) * kLanes;
     for (int v = 0; v < width; ++v) {
-      const Int64 d = (at + v) * kLanes, left = tiling.hd - d;
+      const Int64 d = (at + v) * kLanes, left = n - d;
       Vec x[kLanes];
       FORGE_UNROLL
       for (int j = 0; j < kLanes; ++j) {
-        x[j] = Whole ? load(rows[j] + d) : rows[j] ? load_within(rows[j], d, tiling.hd) : Vec{};
+        x[j] = Whole ? load(rows[j] + d) : rows[j] ? load_within(rows[j], d, n) : Vec{};
         zeros = fma(x[j], Vec{}, zeros);
         store(to + (j * width + v) * kLanes, x[j]);
       }
@@ -101,9 +110,34 @@ template <bool Whole, typename Stored, typename Out>
 FORGE_INLINE Vec pack_group(BackwardBlock& block, const RowGroup& group,
                             const RowsOf<Stored, Out>& rows) {
   const BackwardTiling& tiling = block.tiling;
-  store(block.d_row + group.first, dot_pairs<Whole>(rows.dout, rows.o, tiling.hd));
-  return pack_rows<Whole>(tiling, group, rows.q, block.q_rows, block.q_lanes) +
-         pack_rows<Whole>(tiling, group, rows.dout, block.dout_rows, block.dout_lanes);
+  store(block.d_row + group.first, dot_pairs<Whole>(rows.dout, rows.o, tiling.hv));
+  const PackedRows q = {block.q_rows, block.q_lanes, tiling.hd, tiling.rows};
+  const PackedRows dout = {block.dout_rows, block.dout_lanes, tiling.hv, tiling.rows};
+  return pack_rows<Whole>(q, group, rows.q) + pack_rows<Whole>(dout, group, rows.dout);
+}
+
+// Whether a row's sink is all that counts there, by what the forward left of it: then it saw no
+// key, or none with another score than -inf. (Or keys so far below the sink that they left
+// nothing.)
+FORGE_INLINE bool is_sink_alone(const BackwardProblem& problem, Int64 b, Int64 h, Int64 i) {
+  const BackwardArrays& arrays = problem.arrays;
+  const Int64 row = row_index(problem.params, b, h, i);
+  if (!arrays.sinks.data || arrays.row_sum[row] != 1) return false;
+  if (arrays.row_max[row] != sink_of(arrays.sinks, b, h, i)) return false;
+  const Real* o = arrays.o + element_offset(problem.params.o, b, i, h);
+  Vec nonzero{};
+  for (Int64 at = 0; at < problem.params.hv; at += kLanes) {
+    const Vec x = load_within(o, at, problem.params.hv);
+    nonzero = select(x == Vec{}, nonzero, broadcast(1));
+  }
+  return all_zero(nonzero);
+}
+
+template <typename Stored>
+FORGE_INLINE bool is_finite(const Stored* row, Int64 n) {
+  Vec zeros{};
+  for (Int64 at = 0; at < n; at += kLanes) zeros = fma(load_within(row, at, n), Vec{}, zeros);
+  return all_zero(zeros);
 }
 
 // Packs a group of rows; `place` is that of its first and moves to that of the next group.
@@ -114,21 +148,28 @@ FORGE_INLINE Vec load_group(const BackwardProblem& problem, const RowArrays<Stor
   RowsOf<Stored, Out> rows = {};
   Int64 stats_at[kLanes];
   const Int64 present = block.rows - group.first;
+  bool whole = params.hd % kLanes == 0 && params.hv % kLanes == 0;
   for (int j = 0; j < kLanes; ++j) {
     const Int64 r = group.first + j, b = block.b, i = place.query, h = place.head;
-    const bool live = contains(block.live, r);
     stats_at[j] = j < present ? row_index(params, b, h, i) : -1;
-    if (live) {
+    if (is_live(block, r)) {
       rows.q[j] = arrays.q + element_offset(params.q, b, i, h);
       rows.dout[j] = arrays.dout + element_offset(params.dout, b, i, h);
       rows.o[j] = arrays.o + element_offset(params.o, b, i, h);
+      // Its zeros would make NaN of these.
+      if (is_sink_alone(problem, b, h, i) &&
+          !(is_finite(rows.q[j], params.hd) && is_finite(rows.dout[j], params.hv))) {
+        rows.q[j] = rows.dout[j] = nullptr;
+        block.seen[r] = block.all = nothing();
+        block.all_live = false;
+      }
     }
+    const bool live = rows.q[j] != nullptr;
+    whole = whole && live;
     block.row_max[r] = live ? problem.arrays.row_max[stats_at[j]] : 0;
     block.inverse_sum[r] = live ? 1 / problem.arrays.row_sum[stats_at[j]] : 0;
     if (j < present) place.next();
   }
-  const bool whole = contains(block.live, group.first) &&
-                     contains(block.live, group.first + kLanes - 1) && params.hd % kLanes == 0;
   const Vec zeros =
       whole ? pack_group<true>(block, group, rows) : pack_group<false>(block, group, rows);
   for (int j = 0; j < kLanes && j < present; ++j) {
@@ -142,8 +183,8 @@ template <typename Stored, typename Out>
 FORGE_INLINE void prefetch_row(const AttnParams& params, const RowArrays<Stored, Out>& arrays,
                                Int64 b, const RowCursor& at) {
   prefetch(arrays.q + element_offset(params.q, b, at.query, at.head), params.hd);
-  prefetch(arrays.o + element_offset(params.o, b, at.query, at.head), params.hd);
-  prefetch(arrays.dout + element_offset(params.dout, b, at.query, at.head), params.hd);
+  prefetch(arrays.o + element_offset(params.o, b, at.query, at.head), params.hv);
+  prefetch(arrays.dout + element_offset(params.dout, b, at.query, at.head), params.hv);
 }
 
 template <typename Stored, typename Out>
@@ -178,12 +219,12 @@ void load_rows(const BackwardProblem& problem, BackwardBlock& block) {
   });
 }
 
-// One key or value; what it holds past hd are zeros.
+// One key or value of n channels; what it holds past them are zeros.
 template <typename Stored>
-FORGE_INLINE Vec pack_key(const Stored* from, Int64 hd, Int64 channels, Real* to) {
+FORGE_INLINE Vec pack_key(const Stored* from, Int64 n, Real* to) {
   Vec zeros{};
-  for (Int64 at = 0; at < channels; at += kLanes) {
-    const Vec x = load_within(from, at, hd);
+  for (Int64 at = 0; at < n; at += kLanes) {
+    const Vec x = load_within(from, at, n);
     zeros = fma(x, Vec{}, zeros);
     store(to + at, x);
   }
@@ -201,84 +242,75 @@ FORGE_INLINE void load_keys_of(const AttnParams& params, const Stored* k, const 
   Real* const v_to = block.v;
   k += element_offset(params.k, block.b, block.tile_begin, block.kv_head);
   v += element_offset(params.v, block.b, block.tile_begin, block.kv_head);
-  Vec zeros{};
+  Vec zeros{}, value_zeros{};
   for (Int64 key = 0; key < count; ++key) {
     if (key < ahead) {
       prefetch(k + (key + tiling.keys) * k_row, tiling.hd);
-      prefetch(v + (key + tiling.keys) * v_row, tiling.hd);
+      prefetch(v + (key + tiling.keys) * v_row, tiling.hv);
     }
-    zeros = zeros +
-            pack_key(k + key * k_row, tiling.hd, tiling.channels, k_to + key * tiling.key_stride);
-    pack_key(v + key * v_row, tiling.hd, tiling.channels, v_to + key * tiling.key_stride);
+    zeros = zeros + pack_key(k + key * k_row, tiling.hd, k_to + key * tiling.key_stride);
+    value_zeros =
+        value_zeros + pack_key(v + key * v_row, tiling.hv, v_to + key * tiling.value_stride);
   }
   block.keys_finite = all_zero(zeros);
+  block.values_finite = all_zero(value_zeros);
+}
+
+// Which rows see which keys of the tile; false: none sees any.
+FORGE_INLINE bool find_seen(BackwardBlock& block) {
+  const Int32 rows = static_cast<Int32>(round_up(block.rows, kLanes));
+  const int keys = static_cast<int>(block.tile_keys);
+  for (int key = 0; key < keys; ++key) {
+    block.rows_from[key] = rows;
+    block.rows_to[key] = 0;
+  }
+  bool any = false;
+  for (Int32 r = 0, next; r < rows; r = next) {
+    const int from = key_in_tile(block.seen[r].begin, block.tile_begin, keys);
+    const int to = key_in_tile(block.seen[r].end, block.tile_begin, keys);
+    for (next = r; next < rows; ++next) {  // the rows that see the same
+      if (key_in_tile(block.seen[next].begin, block.tile_begin, keys) != from ||
+          key_in_tile(block.seen[next].end, block.tile_begin, keys) != to) {
+        break;
+      }
+      block.seen_from[next] = from;
+      block.seen_to[next] = to;
+    }
+    for (int key = from; key < to; ++key) {
+      any = true;
+      if (block.rows_from[key] > r) block.rows_from[key] = r;
+      block.rows_to[key] = next;
+    }
+  }
+  return any;
+}
+
+bool find_tile(const BackwardProblem& problem, BackwardBlock& block) {
+  const IndexRange keys = {block.tile_begin, block.tile_begin + block.tile_keys};
+  block.edge = block.all.begin > keys.begin || keys.end > block.all.end;
+  if (block.edge && !find_seen(block)) return false;
+  block.bias = nullptr;
+  if (problem.arrays.pairs.given()) {
+    const BiasTile tile = pack_bias(problem.arrays.pairs, block.pairs, round_up(block.rows, kLanes),
+                                    keys, block.bias_room, block.tiling.pair_stride);
+    if (tile.hides_all) return false;
+    block.bias = tile.at;
+  }
+  return true;
 }
 
 void load_keys(const BackwardProblem& problem, BackwardBlock& block) {
   with_elements(problem.arrays.k, [&](const auto* k) {
     load_keys_of(problem.params, k, elements_like(k, problem.arrays.v), block);
   });
-  const bool padded = block.rows % kLanes != 0 || block.live.end - block.live.begin != block.rows;
-  const bool whole =
-      block.all.begin <= block.tile_begin && block.tile_begin + block.tile_keys <= block.all.end;
-  // Rows that count for nothing give zeros without a mask, unless a key makes NaN of them.
-  block.edge = !whole || (padded && !block.keys_finite);
-  if (!block.edge) return;
-  const Int64 row_vecs = ceil_div(block.rows, kLanes);
-  for (Int64 r = 0; r < row_vecs * kLanes; ++r) {
-    // Both ends stay ascending over the rows: those before the live ones see keys before any, those
-    // after them keys after any.
-    IndexRange seen = nothing();
-    if (contains(block.live, r)) seen = block.seen[r];
-    if (r >= block.live.end) seen = {int64_max(), int64_max()};
-    block.seen_from[r] = key_in_tile(seen.begin, block.tile_begin, block.tile_keys);
-    block.seen_to[r] = key_in_tile(seen.end, block.tile_begin, block.tile_keys);
-  }
-}
-
-template <typename Stored>
-FORGE_INLINE void store_dq_as(const BackwardProblem& problem, const BackwardBlock& block,
-                              const Real* partial, Int64 count, Stored* dq) {
-  const AttnParams& params = problem.params;
-  const BackwardTiling& tiling = block.tiling;
-  const Vec scale = broadcast(params.scale);
-  RowCursor place = row_cursor(params, block.kv_head, block.row_begin);
-  for (Int64 r = 0; r < block.rows; ++r, place.next()) {
-    Stored* to = dq + element_offset(params.dq, block.b, place.query, place.head);
-    const bool live = contains(block.live, r);
-    if (!live && problem.accumulate) continue;
-    for (Int64 at = 0; at < tiling.channels; at += kLanes) {
-      Vec sum{};
-      for (Int64 n = 0; live && n < count; ++n) {
-        sum = sum + load(partial + (n * block.rows + r) * tiling.channels + at);
-      }
-      sum = sum * scale;
-      if (problem.accumulate) sum = load_within(to, at, tiling.hd) + sum;
-      store_within(to, at, tiling.hd, sum);
-    }
-  }
-}
-
-void store_dq(const BackwardProblem& problem, const BackwardBlock& block, const Real* partial,
-              Int64 count) {
-  with_elements(problem.arrays.dq,
-                [&](auto* dq) { store_dq_as(problem, block, partial, count, dq); });
-}
-
-void store_key(const Operand& gradient, const Real* sums, Int64 b, Int64 t, bool accumulate) {
-  const auto& [B, T, heads, hd] = gradient.shape;
-  const Real* from = sums + (b * T + t) * heads * hd;
-  const AttnStrides strides = gradient.heads_strides();
-  with_elements(gradient, [&, &heads = heads, &hd = hd](auto* first) {
-    for (Int64 head = 0; head < heads; ++head, from += hd) {
-      auto* to = first + element_offset(strides, b, t, head);
-      for (Int64 at = 0; at < hd; at += kLanes) {
-        Vec sum = load_within(from, at, hd);
-        if (accumulate) sum = load_within(to, at, hd) + sum;
-        store_within(to, at, hd, sum);
-      }
-    }
-  });
+  if (block.edge) return;
+  // Rows that count for nothing give zeros without a mask, unless a key or a bias makes NaN of
+  // them. And where a bias hides pairs, what is not finite must not meet their zeros (tile.h).
+  const bool finite = block.keys_finite && block.values_finite;
+  const bool zeros = block.all_live || (finite && !block.bias);
+  if (zeros && (!block.bias || (finite && block.rows_finite))) return;
+  block.edge = true;
+  find_seen(block);
 }
 
 }  // namespace

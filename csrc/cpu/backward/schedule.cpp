@@ -2,11 +2,11 @@
 //
 // A task is a block of rows of one kv head; it walks over the tiles of keys that its rows see, in
 // ascending order. dq is private to it. A tile of dk and dv is added to by the blocks that see it
-// in descending order of their rows, each waiting for its predecessor: tasks start in that order,
-// so a predecessor is always running or done, and it is usually a tile ahead. So there are no
-// copies of dk and dv to add up, and no sum depends on which thread did what. With a single block
-// (short queries) the keys are cut into splits instead, each with a dq of its own, which are added
-// up in order.
+// in descending order of their rows, each waiting for the next higher that takes part in the tile:
+// tasks start in that order, so a predecessor is always running or done, and it is usually a tile
+// ahead. So there are no copies of dk and dv to add up, and no sum depends on which thread did
+// what. With a single block (short queries) the keys are cut into splits instead, each with a dq of
+// its own, which are added up in order.
 #include <algorithm>
 #include <atomic>
 #include <thread>
@@ -15,148 +15,65 @@
 #include "core/stop.h"
 #include "core/thread_pool.h"
 #include "core/zero_fill.h"
-#include "cpu/arena.h"
 #include "cpu/attention.h"
+#include "cpu/backward/bias_gradient.h"
 #include "cpu/backward/block_queue.h"
 #include "cpu/backward/key_sums.h"
+#include "cpu/backward/plan.h"
+#include "cpu/backward/sink_gradient.h"
 #include "cpu/scratch.h"
-#include "cpu/splits.h"
 
 namespace forge::cpu {
 
 namespace {
 
-// What decides the order of a sum follows from the head size, the target and the rows and keys of
-// one kv head, never from the batch, the other kv heads or the number of threads.
-struct Plan {
-  BackwardTiling tiling;
-  Int64 lanes;
-  Int64 tile_rows;   // of the widest register tile
-  Int64 group_rows;  // rows of a kv head: Tq * rep
-  Int64 groups;      // B * Hkv
-  Int64 blocks;      // of a kv head
-  Int64 tiles;       // of its keys
-  Int64 splits;      // of the keys at most, if blocks is 1: each has a dq of its own
-  bool shares;       // a task for each split; else for each kv head: the sums are the same
-};
-
-// Rows of a block: many, so that keys and their gradients stream past few times, but few enough for
-// the packed rows (five times rows * hd) to stay in the second-level cache.
-Int64 block_rows(const Plan& plan, Int64 hd) {
-  const Int64 most = hd <= 128 ? 192 : 96;
-  return std::min(most, round_up(plan.group_rows, plan.lanes));
-}
-
-// Tiles of a split of keys that some row of a kv head sees: they begin at multiples of it.
-Int64 split_tiles(IndexRange tiles) {
-  constexpr Int64 kLeastTiles = 6, kMostSplits = 16;
-  Int64 size = kLeastTiles;
-  while (ceil_div(tiles.end, size) - tiles.begin / size > kMostSplits) size *= 2;
-  return size;
-}
-
-// The tiles that hold some keys.
-IndexRange tiles_of(const BackwardTiling& tiling, IndexRange keys) {
-  if (is_empty(keys)) return nothing();
-  return {keys.begin / tiling.keys, ceil_div(keys.end, tiling.keys)};
-}
-
-// The splits that those tiles are in.
-IndexRange splits_of(IndexRange tiles) {
-  if (is_empty(tiles)) return nothing();
-  const Int64 size = split_tiles(tiles);
-  return {tiles.begin / size, ceil_div(tiles.end, size)};
-}
-
-Int64 most_splits(const BackwardProblem& problem, const Plan& plan) {
-  const AttnParams& params = problem.params;
-  Int64 most = 1;
-  for (Int64 b = 0; b < params.B; ++b) {
-    const AttnBand band = attn_band(params, problem.ranges[b]);
-    const IndexRange splits =
-        splits_of(tiles_of(plan.tiling, keys_of_rows(params, band, {0, plan.group_rows})));
-    most = std::max(most, splits.end - splits.begin);
-  }
-  return most;
-}
-
-Plan make_plan(const BackwardProblem& problem, const BackwardKernels& kernels, int threads) {
-  constexpr Int64 kTileKeys = 48, kLine = 16;  // a cache line holds 16 floats
-  const AttnParams& params = problem.params;
-  Plan plan{};
-  plan.lanes = kernels.lanes;
-  plan.tile_rows = kernels.tile_rows;
-  plan.group_rows = rows_of_group(params);
-  plan.groups = kv_heads(params);
-  BackwardTiling& tiling = plan.tiling;
-  tiling.hd = params.hd;
-  tiling.channels = round_up(params.hd, plan.lanes);
-  tiling.rows = std::max(plan.lanes, block_rows(plan, params.hd));
-  tiling.keys = std::clamp<Int64>(params.Tk, 1, kTileKeys);
-  // An odd number of cache lines, so that a column of keys falls into different sets.
-  tiling.key_stride = (ceil_div(tiling.channels, kLine) | 1) * kLine;
-  tiling.pair_stride = (ceil_div(tiling.rows + plan.tile_rows, kLine) | 1) * kLine;
-  plan.blocks = ceil_div(plan.group_rows, tiling.rows);
-  plan.tiles = ceil_div(params.Tk, tiling.keys);
-  plan.splits = plan.blocks == 1 ? most_splits(problem, plan) : 1;
-  plan.shares = plan.splits > 1 && plan.groups < wanted_tasks(threads);
-  return plan;
-}
-
-// Lays a block out from base on; returns the bytes it takes.
-Int64 lay_out(const Plan& plan, char* base, BackwardBlock& block) {
-  const BackwardTiling& tiling = plan.tiling;
-  block.tiling = tiling;
-  Arena arena(base);
-  for (float** piece : {&block.q_lanes, &block.dout_lanes}) {
-    *piece = arena.take<float>(tiling.rows * tiling.hd);
-  }
-  for (float** piece : {&block.q_rows, &block.dout_rows, &block.dq}) {
-    *piece = arena.take<float>(tiling.rows * tiling.channels);
-  }
-  for (float** piece : {&block.row_max, &block.inverse_sum, &block.d_row}) {
-    *piece = arena.take<float>(tiling.rows);
-  }
-  block.seen = arena.take<IndexRange>(tiling.rows);
-  for (Int32** piece : {&block.seen_from, &block.seen_to}) *piece = arena.take<Int32>(tiling.rows);
-  const Int64 keys = tiling.keys + plan.tile_rows;
-  for (float** piece : {&block.k, &block.v}) *piece = arena.take<float>(keys * tiling.key_stride);
-  for (float** piece : {&block.p, &block.ds, &block.slope}) {
-    *piece = arena.take<float>(keys * tiling.pair_stride);
-  }
-  return arena.used();
-}
-
 // Which keys the block's rows see, alone and together.
-void find_keys(const BackwardProblem& problem, BackwardBlock& block) {
+void find_keys(const BackwardProblem& problem, Int64 lanes, BackwardBlock& block) {
   const AttnParams& params = problem.params;
-  const AttnBand band = attn_band(params, problem.ranges[block.b]);
-  block.live = block.any = nothing();
+  const SequenceMask mask(params, problem.ranges, block.b);
+  Int64 live = 0;
   block.all = {0, params.Tk};
   RowCursor at = row_cursor(params, block.kv_head, block.row_begin);
   for (Int64 r = 0; r < block.rows; ++r, at.next()) {
-    const IndexRange keys = visible_keys(band, at.query);
+    IndexRange keys = mask.keys(at.query);
+    const float sum = problem.arrays.row_sum[row_index(params, block.b, at.head, at.query)];
+    if (is_empty(keys) || sum == 0) keys = nothing();
     block.seen[r] = keys;
     if (is_empty(keys)) continue;
-    block.live = hull(block.live, {r, r + 1});
-    block.any = hull(block.any, keys);
+    ++live;
     block.all = overlap(block.all, keys);
+  }
+  std::fill(block.seen + block.rows, block.seen + block.tiling.rows, nothing());
+  block.all_live = live == round_up(block.rows, lanes);
+  if (live == 0) block.all = nothing();
+}
+
+// Where the rows' pairs lie; past the last row it is repeated.
+void find_pairs(const BackwardProblem& problem, BackwardBlock& block) {
+  RowCursor at = row_cursor(problem.params, block.kv_head, block.row_begin);
+  for (Int64 r = 0; r < block.tiling.rows; ++r) {
+    block.pairs[r] = r < block.rows ? pair_row(problem.arrays.pairs, block.b, at.head, at.query)
+                                    : block.pairs[r - 1];
+    at.next();
   }
 }
 
 class Backward {
  public:
-  Backward(const BackwardProblem& problem, const BackwardKernels& kernels)
+  Backward(const BackwardProblem& problem, const BackwardKernels& kernels, const BiasGradient& bias)
       : problem_(problem),
         kernels_(kernels),
+        bias_(bias),
         threads_(num_threads()),
-        plan_(make_plan(problem, kernels, threads_)),
-        workers_(static_cast<std::size_t>(worker_count())),
+        plan_(make_plan(problem.params, kernels,
+                        {problem.arrays.pairs.given(), bias.axes(), bias.adds_up_group()})),
+        tiles_(problem.params, problem.ranges, plan_),
+        workers_(static_cast<std::size_t>(plan_workers())),
         queue_(plan_.groups, plan_.blocks, workers_.size()),
         turns_(static_cast<std::size_t>(plan_.groups * plan_.tiles)),
         scratch_(static_cast<std::size_t>(worker_count() * block_bytes() + partial_bytes() +
-                                          key_sum_bytes(problem, problem.arrays.dk) +
-                                          key_sum_bytes(problem, problem.arrays.dv))) {
+                                          key_sum_bytes(problem.arrays.dk) +
+                                          key_sum_bytes(problem.arrays.dv))) {
     for (std::size_t w = 0; w < workers_.size(); ++w) {
       lay_out(plan_, scratch_.data() + static_cast<Int64>(w) * block_bytes(), workers_[w]);
     }
@@ -164,14 +81,13 @@ class Backward {
     partial_dq_ = reinterpret_cast<float*>(rest);
     rest += partial_bytes();
     problem_.dk = key_sum_of(problem, problem.arrays.dk, rest);
-    problem_.dv =
-        key_sum_of(problem, problem.arrays.dv, rest + key_sum_bytes(problem, problem.arrays.dk));
-    for (std::atomic<Int32>& turn : turns_) turn.store(-1, std::memory_order_relaxed);
+    problem_.dv = key_sum_of(problem, problem.arrays.dv, rest + key_sum_bytes(problem.arrays.dk));
+    for (std::atomic<Int32>& turn : turns_) turn.store(INT32_MAX, std::memory_order_relaxed);
   }
 
   void run() {
-    clear_unseen(problem_.dk);
-    clear_unseen(problem_.dv);
+    problem_.bias = bias_.begin();
+    clear_unseen();
     if (plan_.splits > 1) {
       run_splits();
     } else {
@@ -179,6 +95,7 @@ class Backward {
     }
     round_key_sum(problem_, kernels_, problem_.arrays.dk, problem_.dk);
     round_key_sum(problem_, kernels_, problem_.arrays.dv, problem_.dv);
+    bias_.finish(kernels_);
   }
 
  private:
@@ -188,11 +105,17 @@ class Backward {
       BackwardBlock& block = workers_[static_cast<std::size_t>(worker)];
       open(block, item.group, item.block);
       kernels_.load_rows(problem_, block);
-      walk(block, item.group, tiles_of(plan_.tiling, block.any));
+      walk(block, item.group, tiles_.of(block.b, item.block));
       kernels_.store_dq(problem_, block, block.dq, 1);
+      store_row_sums(block);
     });
   }
 
+  // Once the tiles are known.
+  Int64 plan_workers() {
+    plan_splits(plan_, tiles_, problem_.params.B, threads_);
+    return worker_count();
+  }
   Int64 worker_count() const {
     const Int64 tasks = plan_.shares ? plan_.splits : plan_.blocks;
     return std::min<Int64>(threads_, plan_.groups * tasks);
@@ -211,48 +134,68 @@ class Backward {
 
   void open(BackwardBlock& block, Int64 group, Int64 index) const {
     const KvHead head = kv_head_at(problem_.params, group);
-    const IndexRange rows = rows_of_block(index);
+    const IndexRange rows = plan_.rows_of_block(index);
     block.b = head.b;
     block.kv_head = head.head;
     block.row_begin = rows.begin;
     block.rows = rows.end - rows.begin;
-    find_keys(problem_, block);
-  }
-
-  IndexRange rows_of_block(Int64 index) const {
-    return {index * plan_.tiling.rows, std::min((index + 1) * plan_.tiling.rows, plan_.group_rows)};
-  }
-
-  // Tiles that some row of a block sees, without a block at hand.
-  IndexRange tiles_of_block(Int64 b, Int64 index) const {
-    const AttnParams& params = problem_.params;
-    return tiles_of(plan_.tiling, keys_of_rows(params, attn_band(params, problem_.ranges[b]),
-                                               rows_of_block(index)));
+    find_keys(problem_, plan_.lanes, block);
+    if (block.pairs) find_pairs(problem_, block);
+    if (block.row_sums) std::fill_n(block.row_sums, plan_.tiling.rows, 0.0f);
   }
 
   void walk(BackwardBlock& block, Int64 group, IndexRange tiles) {
     std::fill_n(block.dq, block.rows * plan_.tiling.channels, 0.0f);
-    const Int64 index = block.row_begin / plan_.tiling.rows;
-    IndexRange before = nothing();
-    if (index + 1 < plan_.blocks) before = tiles_of_block(block.b, index + 1);
+    const Int64 index = block.row_begin / plan_.rows;
     for (Int64 tile = tiles.begin; tile < tiles.end; ++tile) {
       if (stop_requested()) return;
-      block.tile_begin = tile * plan_.tiling.keys;
-      block.tile_keys = std::min(plan_.tiling.keys, problem_.params.Tk - block.tile_begin);
-      kernels_.load_keys(problem_, block);
-      kernels_.scores(problem_, block);
-      std::atomic<Int32>& turn = turns_[static_cast<std::size_t>(group * plan_.tiles + tile)];
-      const bool follows = contains(before, tile);
-      if (follows && !wait_for(turn, static_cast<Int32>(index + 1))) return;
-      kernels_.key_gradients(problem_, block, follows);
-      turn.store(static_cast<Int32>(index), std::memory_order_release);
-      kernels_.row_gradients(block);
+      const IndexRange keys = keys_of_tile(tile);
+      block.tile_begin = keys.begin;
+      block.tile_keys = keys.end - keys.begin;
+      const bool seen = kernels_.find_tile(problem_, block);
+      if (seen) {
+        kernels_.load_keys(problem_, block);
+        kernels_.scores(problem_, block);
+      }
+      const Int64 before = tiles_.before(block.b, index, tile);
+      const bool follows = before >= 0;
+      if (follows && !wait_for(turn(group, tile), before)) return;
+      const Int64 group_before = before_on_bias(group, index, tile);
+      if (group_before >= 0 && !wait_for(turn(group_before, tile), index)) return;
+      if (seen) {
+        kernels_.key_gradients(problem_, block, follows);
+      } else if (!follows) {
+        clear_keys(problem_.dk, block.b, block.kv_head, keys);
+        clear_keys(problem_.dv, block.b, block.kv_head, keys);
+      }
+      if (seen) kernels_.bias_gradients(problem_, block);
+      turn(group, tile).store(static_cast<Int32>(index), std::memory_order_release);
+      if (seen) kernels_.row_gradients(block);
     }
   }
 
-  // False where the call is interrupted: then the turn may never come.
-  static bool wait_for(const std::atomic<Int32>& turn, Int32 index) {
-    for (int spins = 0; turn.load(std::memory_order_acquire) != index; ++spins) {
+  IndexRange keys_of_tile(Int64 tile) const {
+    const Int64 begin = tile * plan_.tiling.keys;
+    return {begin, std::min(begin + plan_.tiling.keys, problem_.params.Tk)};
+  }
+
+  // The kv head before `group` of which the same block adds to a tile of dbias, if heads or
+  // sequences share its elements. Groups start in ascending order, so that it runs or is done.
+  Int64 before_on_bias(Int64 group, Int64 index, Int64 tile) const {
+    do {
+      group = bias_.group_before(group);
+    } while (group >= 0 && !contains(tiles_.of(kv_head_at(problem_.params, group).b, index), tile));
+    return group;
+  }
+
+  std::atomic<Int32>& turn(Int64 group, Int64 tile) {
+    return turns_[static_cast<std::size_t>(group * plan_.tiles + tile)];
+  }
+
+  // Until that block, and thus those above it, are through with a tile. False where the call is
+  // interrupted: then the turn may never come.
+  static bool wait_for(const std::atomic<Int32>& turn, Int64 index) {
+    for (int spins = 0; turn.load(std::memory_order_acquire) > index; ++spins) {
       if (spins < 2000) continue;
       if (stop_requested()) return false;
       std::this_thread::yield();
@@ -269,6 +212,7 @@ class Backward {
         kernels_.load_rows(problem_, block);
         walk_splits(block, group, worker, {0, plan_.splits});
         store_splits(block, worker);
+        store_row_sums(block);
       });
       return;
     }
@@ -293,7 +237,7 @@ class Backward {
 
   // Splits counted from the first that the block's rows see, as many of them as there are.
   void walk_splits(BackwardBlock& block, Int64 group, Int64 place, IndexRange wanted) {
-    const IndexRange tiles = tiles_of(plan_.tiling, block.any), splits = splits_of(tiles);
+    const IndexRange tiles = tiles_.of(block.b, 0), splits = splits_of(tiles);
     const Int64 size = split_tiles(tiles), count = splits.end - splits.begin;
     float* const own_dq = block.dq;
     for (Int64 split = wanted.begin; split < std::min(wanted.end, count); ++split) {
@@ -305,25 +249,36 @@ class Backward {
   }
 
   void store_splits(BackwardBlock& block, Int64 place) {
-    const IndexRange splits = splits_of(tiles_of(plan_.tiling, block.any));
+    const IndexRange splits = splits_of(tiles_.of(block.b, 0));
     kernels_.store_dq(problem_, block, partial_dq(place, 0), splits.end - splits.begin);
   }
 
-  // Zeros for the tiles of keys that no row sees.
-  void clear_unseen(const GradientSum& sum) const {
-    if (sum.add) return;
+  void store_row_sums(const BackwardBlock& block) const {
+    if (problem_.bias.axes != BiasAxes::kRows) return;
+    const auto& strides = problem_.bias.strides;
+    RowCursor at = row_cursor(problem_.params, block.kv_head, block.row_begin);
+    for (Int64 r = 0; r < block.rows; ++r, at.next()) {
+      if (!is_live(block, r)) continue;
+      problem_.bias.data[block.b * strides[0] + at.head * strides[1] + at.query] =
+          block.row_sums[r];
+    }
+  }
+
+  // Zeros for the tiles that no block takes part in.
+  void clear_unseen() const {
     const AttnParams& params = problem_.params;
     std::vector<char> seen(static_cast<std::size_t>(plan_.tiles));
     for (Int64 b = 0; b < params.B; ++b) {
       std::fill(seen.begin(), seen.end(), 0);
       for (Int64 index = 0; index < plan_.blocks; ++index) {
-        const IndexRange tiles = tiles_of_block(b, index);
+        const IndexRange tiles = tiles_.of(b, index);
         std::fill(seen.begin() + tiles.begin, seen.begin() + tiles.end, 1);
       }
-      for (Int64 j = 0; j < params.Tk; ++j) {
-        if (seen[static_cast<std::size_t>(j / plan_.tiling.keys)]) continue;
+      for (Int64 tile = 0; tile < plan_.tiles; ++tile) {
+        if (seen[static_cast<std::size_t>(tile)]) continue;
         for (Int64 h = 0; h < params.Hkv; ++h) {
-          std::fill_n(sum.data + element_offset(sum.strides, b, j, h), params.hd, 0.0f);
+          clear_keys(problem_.dk, b, h, keys_of_tile(tile));
+          clear_keys(problem_.dv, b, h, keys_of_tile(tile));
         }
       }
     }
@@ -331,24 +286,20 @@ class Backward {
 
   BackwardProblem problem_;
   const BackwardKernels& kernels_;
+  const BiasGradient& bias_;
   const int threads_;
-  const Plan plan_;
+  Plan plan_;
+  const BlockTiles tiles_;
   std::vector<BackwardBlock> workers_;
   BlockQueue queue_;
-  std::vector<std::atomic<Int32>> turns_;  // [groups][tiles]: the block that added to it last
+  std::vector<std::atomic<Int32>> turns_;  // [groups][tiles]: the block that was there last
   Scratch scratch_;
   float* partial_dq_;  // [groups, or workers][splits][rows][channels]
 };
 
-}  // namespace
-
-void attention_bwd(const Problem& problem, CpuTarget target) {
-  if (problem.B == 0 || problem.Tq == 0 || problem.Tk == 0) {
-    if (!problem.accumulate) zero_gradients(problem);
-    return;
-  }
+BackwardProblem backward_problem(const Problem& problem) {
   const Operands& operands = problem.operands;
-  BackwardProblem backward;
+  BackwardProblem backward{};
   backward.params = params_as<float>(problem);
   backward.arrays = {operands[kBufferQ],
                      operands[kBufferK],
@@ -360,10 +311,29 @@ void attention_bwd(const Problem& problem, CpuTarget target) {
                      elements<const float>(operands[kBufferRowSum]),
                      operands[kBufferDq],
                      operands[kBufferDk],
-                     operands[kBufferDv]};
+                     operands[kBufferDv],
+                     {operands[kBufferBias], operands[kBufferMask]},
+                     operands[kBufferDbias],
+                     operands[kBufferSinks],
+                     operands[kBufferDsinks]};
   backward.ranges = problem.ranges.data();
   backward.accumulate = problem.accumulate;
-  Backward(backward, kernel_tables(target).backward).run();
+  return backward;
+}
+
+}  // namespace
+
+void attention_bwd(const Problem& problem, CpuTarget target) {
+  const BackwardProblem backward = backward_problem(problem);
+  const BackwardKernels& kernels = kernel_tables(target).backward;
+  const SinkGradient sinks(backward);
+  const BiasGradient bias(backward);
+  if (problem.B == 0 || problem.Tq == 0 || problem.Tk == 0) {
+    if (!problem.accumulate) zero_gradients(problem);
+  } else {
+    Backward(backward, kernels, bias).run();
+  }
+  sinks.run(kernels);
 }
 
 }  // namespace forge::cpu

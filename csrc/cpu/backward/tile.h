@@ -52,6 +52,16 @@ FORGE_INLINE IndexRange keys_seen(const BackwardBlock& block, Int64 row, Int64 c
   return keys;
 }
 
+// Rows between the first and the last that see some key of [key, key + count).
+FORGE_INLINE IndexRange rows_seeing(const BackwardBlock& block, Int64 key, Int64 count) {
+  if (!block.edge) return {0, block.rows};
+  IndexRange rows = nothing();
+  for (Int64 j = key; j < key + count; ++j) {
+    rows = hull(rows, {block.rows_from[j], block.rows_to[j]});
+  }
+  return rows;
+}
+
 FORGE_INLINE IntVec visible(const BackwardBlock& block, Int64 row, Int64 key) {
   IntVec from, to;
   __builtin_memcpy(&from, block.seen_from + row, sizeof from);
@@ -60,23 +70,40 @@ FORGE_INLINE IntVec visible(const BackwardBlock& block, Int64 row, Int64 key) {
   return (from <= at) & (at < to);
 }
 
+// Whether a map adds a bias, which may hide pairs.
+template <typename Map>
+constexpr bool kHides = false;
+template <typename Map>
+constexpr bool kHides<BiasedMap<Map>> = true;
+
+FORGE_INLINE bool sees(const BackwardBlock& block, Int64 row, Int64 key) {
+  if (key < block.seen_from[row] || key >= block.seen_to[row]) return false;
+  return !block.bias || block.bias[key * block.tiling.pair_stride + row] != -__builtin_inff();
+}
+
 template <bool Edge, typename Map>
 struct ScorePanels {
   const BackwardBlock& block;
   const Map map;  // a copy: stores through pointers cannot change it
+
+  // Zero where a pair is not visible.
+  FORGE_MEMBER Vec only_visible(Vec x, Int64 row, Int64 key) const {
+    if (Edge) x = select(visible(block, row, key), x, Vec{});
+    if constexpr (kHides<Map>) {
+      x = select(hides(load(map.bias + key * block.tiling.pair_stride + row)), Vec{}, x);
+    }
+    return x;
+  }
 
   // p from the dot products that p holds, of one row vector and `keys` keys.
   FORGE_MEMBER void probabilities(Int64 row, Int64 key, int keys) const {
     const Vec m = load(block.row_max + row), inverse = load(block.inverse_sum + row);
     for (int j = 0; j < keys; ++j) {
       Real* at = block.p + (key + j) * block.tiling.pair_stride + row;
-      const PairPlace place = {block.row_begin + row, block.tile_begin + key + j};
       Vec slope;
-      Vec t = map.score(load(at), place, slope) - m;
+      Vec t = map.score(load(at), at - block.p, slope) - m;
       t = select(t > Vec{}, Vec{}, t);  // NaN stays
-      Vec p = exp_of_nonpositive(t) * inverse;
-      if (Edge) p = select(visible(block, row, key + j), p, Vec{});
-      store(at, p);
+      store(at, only_visible(exp_of_nonpositive(t) * inverse, row, key + j));
       if constexpr (Map::kHasSlope) {
         store(block.slope + (key + j) * block.tiling.pair_stride + row, slope);
       }
@@ -104,8 +131,8 @@ struct ScorePanels {
     constexpr int kRows = tile_rows<Vecs>();
     const BackwardTiling& tiling = block.tiling;
     Vec acc[kRows][Vecs];
-    dot_rows<kRows, Vecs>(block.v + key * tiling.key_stride, tiling.key_stride, dout, Vecs * kLanes,
-                          tiling.hd, acc);
+    dot_rows<kRows, Vecs>(block.v + key * tiling.value_stride, tiling.value_stride, dout,
+                          Vecs * kLanes, tiling.hv, acc);
     const Int64 base = key * tiling.pair_stride + row;
     FORGE_UNROLL
     for (int c = 0; c < Vecs; ++c) {
@@ -114,9 +141,13 @@ struct ScorePanels {
       for (int j = 0; j < kRows; ++j) {
         const Int64 at = base + j * tiling.pair_stride + c * kLanes;
         Vec ds = load(block.p + at) * (acc[j][c] - d);
-        if (Map::kHasSlope) ds = ds * load(block.slope + at);
-        if (Edge) ds = select(visible(block, row + c * kLanes, key + j), ds, Vec{});
-        store(block.ds + at, ds);
+        if constexpr (Map::kHasSlope) {
+          if (block.bias_ds) {
+            store(block.bias_ds + at, only_visible(ds, row + c * kLanes, key + j));
+          }
+          ds = ds * load(block.slope + at);
+        }
+        store(block.ds + at, only_visible(ds, row + c * kLanes, key + j));
       }
     }
   }
@@ -127,6 +158,7 @@ struct ScorePanels {
         const Int64 at = key * block.tiling.pair_stride + row + c * kLanes;
         store(block.p + at, Vec{});
         store(block.ds + at, Vec{});
+        if (Map::kHasSlope && block.bias_ds) store(block.bias_ds + at, Vec{});
       }
     }
   }
@@ -137,7 +169,7 @@ struct ScorePanels {
     const Int64 row = at * kLanes;
     const IndexRange keys = keys_seen(block, row, Vecs * kLanes);
     const Real* q = block.q_lanes + row * block.tiling.hd;
-    const Real* dout = block.dout_lanes + row * block.tiling.hd;
+    const Real* dout = block.dout_lanes + row * block.tiling.hv;
     if (Edge) clear(row, Vecs, 0, keys.begin);
     Int64 key = keys.begin;
     for (; key < keys.end; key += kRows) {
@@ -156,19 +188,24 @@ void score_tile(const BackwardBlock& block, const Map& map) {
   for_panels<kRowVecs>(ceil_div(block.rows, kLanes), panels);
 }
 
-// Where a product goes: rows of hd elements, of which `rows` are there from `at` on.
+// Where a product goes: rows of hd or hv elements, of which `rows` are there from `at` on.
 struct Sink {
   Real* at;
   Int64 stride;
   Int64 rows;
-  Int64 hd;
+  Int64 channels;
   Real alpha;
   bool add;
 };
 
 FORGE_INLINE Sink from_row(const Sink& sink, Int64 row) {
   // Member by member: a copy to change would go through memory, and wait for it.
-  return {sink.at + row * sink.stride, sink.stride, sink.rows - row, sink.hd, sink.alpha, sink.add};
+  return {sink.at + row * sink.stride,
+          sink.stride,
+          sink.rows - row,
+          sink.channels,
+          sink.alpha,
+          sink.add};
 }
 
 // sink = or += alpha * acc, channels from `channel` on. A zero that is stored is +0, like a sum's:
@@ -177,7 +214,7 @@ template <int Rows, int Vecs>
 FORGE_INLINE void put(const Sink& sink, Int64 channel, const Vec (&acc)[Rows][Vecs]) {
   const Vec alpha = broadcast(sink.alpha);
   const bool add = sink.add;
-  if (sink.rows >= Rows && channel + Vecs * kLanes <= sink.hd) {
+  if (sink.rows >= Rows && channel + Vecs * kLanes <= sink.channels) {
     FORGE_UNROLL
     for (int m = 0; m < Rows; ++m) {
       FORGE_UNROLL
@@ -195,8 +232,8 @@ FORGE_INLINE void put(const Sink& sink, Int64 channel, const Vec (&acc)[Rows][Ve
     for (int v = 0; v < Vecs; ++v) {
       const Int64 at = channel + v * kLanes;
       Real* row = sink.at + m * sink.stride;
-      const Vec old = add ? load_within(row, at, sink.hd) : Vec{};
-      store_within(row, at, sink.hd, fma(acc[m][v], alpha, old));
+      const Vec old = add ? load_within(row, at, sink.channels) : Vec{};
+      store_within(row, at, sink.channels, fma(acc[m][v], alpha, old));
     }
   }
 }
@@ -229,7 +266,7 @@ struct KeyGradient {
       for (int v = 0; v < Vecs; ++v) {
         Vec acc[1][1] = {};
         for (Int64 row = 0; row < block.rows; ++row) {
-          if (key < block.seen_from[row] || key >= block.seen_to[row]) continue;
+          if (!sees(block, row, key)) continue;
           acc[0][0] = fma(broadcast(weights[key * block.tiling.pair_stride + row]),
                           load(panel + (row * Vecs + v) * kLanes), acc[0][0]);
         }
@@ -244,20 +281,14 @@ struct KeyGradient {
     const BackwardTiling& tiling = block.tiling;
     const Real* panel = source + at * kLanes * tiling.rows;
     if (block.edge && !block.rows_finite) return run_exactly<Vecs>(at, panel);
-    Int64 begin = 0, end = block.rows;
-    if (block.edge) end = 0;
     for (Int64 key = 0; key < block.tile_keys; key += kRows) {
       const Sink sink = from_row(out, key);
       prefetch_sink<kRows, Vecs>(sink, at * kLanes);
-      if (block.edge) {  // rows from the first that sees the group's first key on, up to the last
-        const Int64 last = key + (sink.rows < kRows ? sink.rows : kRows) - 1;
-        while (begin < block.rows && block.seen_to[begin] <= key) ++begin;
-        while (end < block.rows && block.seen_from[end] <= last) ++end;
-      }
-      const Weights group{weights + key * tiling.pair_stride + begin, tiling.pair_stride, 1};
+      const IndexRange rows = rows_seeing(block, key, smaller(sink.rows, kRows));
+      const Weights group{weights + key * tiling.pair_stride + rows.begin, tiling.pair_stride, 1};
       Vec acc[kRows][Vecs];
-      multiply<kRows, Vecs>(group, panel + begin * (Vecs * kLanes), Vecs * kLanes, end - begin,
-                            acc);
+      multiply<kRows, Vecs>(group, panel + rows.begin * (Vecs * kLanes), Vecs * kLanes,
+                            rows.end - rows.begin, acc);
       put<kRows, Vecs>(sink, at * kLanes, acc);
     }
   }
@@ -280,7 +311,7 @@ struct RowGradient {
         const Int64 channel = (at + v) * kLanes;
         Vec acc[1][1] = {};
         for (Int64 key = 0; key < block.tile_keys; ++key) {
-          if (key < block.seen_from[row] || key >= block.seen_to[row]) continue;
+          if (!sees(block, row, key)) continue;
           acc[0][0] = fma(broadcast(block.ds[key * tiling.pair_stride + row]),
                           load(block.k + key * tiling.key_stride + channel), acc[0][0]);
         }

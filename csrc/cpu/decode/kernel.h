@@ -7,7 +7,7 @@ namespace forge::cpu {
 
 // All rows of some kv heads of sequence b against some tiles of keys.
 struct DecodeTask {
-  AttnBand band;
+  SequenceMask mask;
   Int64 b;
   IndexRange heads;
   IndexRange tiles;
@@ -18,7 +18,7 @@ struct DecodeTask {
 
 // Merges `count` parts of some rows of one kv head, by ascending keys, with what was merged before.
 struct MergeTask {
-  AttnBand band;
+  SequenceMask mask;
   Int64 b;
   Int64 kv_head;
   IndexRange rows;

@@ -26,7 +26,7 @@ void run_decode(const Forward& forward) {
              [&](const KeySplit& split, Int64 group, int worker) {
                DecodeTask task;
                task.b = split.b;
-               task.band = forward.band(task.b);
+               task.mask = forward.mask(task.b);
                task.heads = {group * Hkv / groups, (group + 1) * Hkv / groups};
                task.tiles = split.tiles;
                task.parts = split.parts;

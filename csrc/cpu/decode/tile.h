@@ -25,13 +25,14 @@ struct KeyBlock {
   const Stored* first;
   Int64 stride;  // from key to key
   Int64 head_stride;
+  Int64 width;  // channels
   int count;
 };
 
 constexpr Int64 kLineBytes = 64;
 
-// Lines of memory to prefetch, one at a time: between the loads of what is worked on meanwhile. All
-// of them at once would leave those loads waiting behind them.
+// Lines of memory to prefetch, one at a time, between the loads of what is worked on meanwhile:
+// these would wait behind all of them at once.
 class LinesAhead {
  public:
   // Of `rows` rows, `width` bytes of each.
@@ -70,8 +71,7 @@ FORGE_INLINE void fetch_beside(LinesAhead& ahead, int n) {
   if (n % kLoads == 0) ahead.next();
 }
 
-// Which share of the rows ahead is prefetched during a step: that of `count` turns from `turn` on,
-// of `turns` a head.
+// Which share of the rows ahead a step prefetches: `count` turns from `turn` on, of `turns` a head.
 struct Turn {
   int turn;
   int count;
@@ -81,22 +81,22 @@ struct Turn {
 
 // In the memory's order where the heads of a row lie side by side.
 template <typename Stored>
-FORGE_INLINE LinesAhead share_ahead(const KeyBlock<Stored>& rows, const Turn& at, Int64 hd) {
-  const Int64 size = sizeof(Stored), stride = rows.stride * size;
-  if (rows.head_stride == hd) {
+FORGE_INLINE LinesAhead share_ahead(const KeyBlock<Stored>& rows, const Turn& at) {
+  const Int64 size = sizeof(Stored), stride = rows.stride * size, width = rows.width * size;
+  if (rows.head_stride == rows.width) {
     const int all = at.heads * at.turns;
     const int begin = rows.count * at.turn / all, end = rows.count * (at.turn + at.count) / all;
-    return {rows.first + begin * rows.stride, stride, end - begin, at.heads * hd * size};
+    return {rows.first + begin * rows.stride, stride, end - begin, at.heads * width};
   }
   const Stored* first = rows.first + at.turn / at.turns * rows.head_stride;
   if (at.count > at.turns) {  // a second head
-    LinesAhead(first + rows.head_stride, stride, rows.count, hd * size).rest();
-    return {first, stride, rows.count, hd * size};
+    LinesAhead(first + rows.head_stride, stride, rows.count, width).rest();
+    return {first, stride, rows.count, width};
   }
   const int within = at.turn % at.turns;
   const int begin = rows.count * within / at.turns;
   const int end = rows.count * (within + at.count) / at.turns;
-  return {first + begin * rows.stride, stride, end - begin, hd * size};
+  return {first + begin * rows.stride, stride, end - begin, width};
 }
 
 // The rows [key, key + step), as many as there are, from `head` on.
@@ -104,14 +104,15 @@ template <typename Stored>
 FORGE_INLINE KeyBlock<Stored> rows_from(const KeyBlock<Stored>& block, Int64 head, int key,
                                         int step) {
   return {block.first + head * block.head_stride + key * block.stride, block.stride,
-          block.head_stride, static_cast<int>(larger(0, smaller(step, block.count - key)))};
+          block.head_stride, block.width,
+          static_cast<int>(larger(0, smaller(step, block.count - key)))};
 }
 
-// scores[r][key] for the keys of a panel: hd times kPanelKeys, keys in lanes. `place`: of the first
-// row and key.
+// scores[r][key] for the keys of a panel: hd times kPanelKeys, keys in lanes. The map sees where a
+// score lies from `scores` on.
 template <int Rows, typename Map>
 FORGE_NOINLINE void score_panel(const Real* const* q, const Real* panel, Int64 hd, const Map& map,
-                                PairPlace place, Real* scores) {
+                                Real* scores) {
   // As many vectors side by side as keep both the chains' latency hidden and their sums in
   // registers.
   constexpr int kVecs = Rows <= 2 || kPanelVecs < 2 ? kPanelVecs : 2;
@@ -122,8 +123,8 @@ FORGE_NOINLINE void score_panel(const Real* const* q, const Real* panel, Int64 h
     for (int r = 0; r < Rows; ++r) {
       FORGE_UNROLL
       for (int i = 0; i < kVecs; ++i) {
-        const PairPlace at = {place.row + r, place.key + (c + i) * kLanes};
-        store(scores + r * kMostTileKeys + (c + i) * kLanes, map.score(acc[r][i], at));
+        const Int64 at = r * kMostTileKeys + (c + i) * kLanes;
+        store(scores + at, map.score(acc[r][i], at));
       }
     }
   }
@@ -151,12 +152,11 @@ FORGE_INLINE void load_transposed(Vec (&block)[kLanes], const Load& load_row) {
   transpose_parts(block);
 }
 
-// The same straight from rows of keys, kLanes of them, that are transposed in registers: each line
-// of memory is loaded once, whole. Heads: kv heads side by side, so that several chains run even
-// with one row a head.
+// The same straight from kLanes rows of keys, transposed in registers: each line of memory is
+// loaded once, whole. Heads: kv heads side by side, so that several chains run even with one row.
 template <int Heads, int Rows, typename Map, typename Stored>
 FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, Int64 hd,
-                               const Map& map, PairPlace place, LinesAhead& lines, Real* scores) {
+                               const Map& map, LinesAhead& lines, Real* scores) {
   LinesAhead ahead = lines;
   Vec acc[Heads * Rows] = {}, before[Heads * Rows] = {};
   Int64 d = 0;
@@ -229,23 +229,23 @@ FORGE_NOINLINE void score_keys(const Real* const* q, const KeyBlock<Stored>& k, 
   }
   FORGE_UNROLL
   for (int r = 0; r < Heads * Rows; ++r) {
-    const PairPlace at = {place.row + r % Rows, place.key};
-    store(scores + r * kMostTileKeys, map.score(acc[r], at));
+    const Int64 at = r * kMostTileKeys;
+    store(scores + at, map.score(acc[r], at));
   }
 }
 
 // Rows of one kv head against keys that may lie in a panel already.
 template <int Rows, typename Map, typename Stored>
 FORGE_INLINE void score_rows(const Real* const* q, const KeyBlock<Stored>& keys, const Real* panel,
-                             Int64 hd, const Map& map, PairPlace place,
-                             [[maybe_unused]] LinesAhead& ahead, Real* scores) {
+                             Int64 hd, const Map& map, [[maybe_unused]] LinesAhead& ahead,
+                             Real* scores) {
   if constexpr (kKeysInRegisters) {
     if (!panel) {
-      score_keys<1, Rows>(q, keys, hd, map, place, ahead, scores);
+      score_keys<1, Rows>(q, keys, hd, map, ahead, scores);
       return;
     }
   }
-  score_panel<Rows>(q, panel, hd, map, place, scores);
+  score_panel<Rows>(q, panel, hd, map, scores);
 }
 
 // Keys, at most kPanelKeys, into a panel. Lanes past the last key repeat it.
@@ -258,11 +258,10 @@ FORGE_NOINLINE void fill_panel(const KeyBlock<Stored>& k, Int64 hd, Real* panel)
   }
 }
 
-// Continues each channel's chain over p[r][key] v[key] with these keys, in the parts; starts it
-// where they are the tile's first.
+// Goes on with each channel's chain over p[r][key] v[key], in the parts, or starts it.
 template <int Rows, int Vecs, typename Stored>
-FORGE_INLINE void add_channels(const Real* p, const KeyBlock<Stored>& v, Int64 d, Int64 hd,
-                               bool first, LinesAhead& lines, Real* const* parts) {
+FORGE_INLINE void add_channels(const Real* p, const KeyBlock<Stored>& v, Int64 d, bool first,
+                               LinesAhead& lines, Real* const* parts) {
   // The even and the odd channels of each two vectors: a shift and a mask widen them.
   constexpr bool kInPairs = std::is_same_v<Stored, BFloat16> && Vecs % 2 == 0;
   LinesAhead ahead = lines;
@@ -290,7 +289,7 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock<Stored>& v, Int64 d
         value[c] = even_of_pairs(pairs);
         value[c + 1] = odd_of_pairs(pairs);
       } else {
-        value[c] = Vecs > 1 ? load(row + c * kLanes) : load_within(row, 0, hd - d);
+        value[c] = Vecs > 1 ? load(row + c * kLanes) : load_within(row, 0, v.width - d);
       }
     }
     FORGE_UNROLL
@@ -313,25 +312,50 @@ FORGE_INLINE void add_channels(const Real* p, const KeyBlock<Stored>& v, Int64 d
 }
 
 template <int Rows, typename Stored>
-FORGE_NOINLINE void add_keys(const Real* p, const KeyBlock<Stored>& v, Int64 hd, bool first,
+FORGE_NOINLINE void add_keys(const Real* p, const KeyBlock<Stored>& v, bool first,
                              LinesAhead& ahead, Real* const* parts) {
   constexpr int kVecs = Rows == 1 || kVectorRegisters >= 32 ? 4 : 2;
   Int64 d = 0;
-  for (; d + kVecs * kLanes <= hd; d += kVecs * kLanes) {
-    add_channels<Rows, kVecs>(p, v, d, hd, first, ahead, parts);
+  for (; d + kVecs * kLanes <= v.width; d += kVecs * kLanes) {
+    add_channels<Rows, kVecs>(p, v, d, first, ahead, parts);
   }
-  for (; d < hd; d += kLanes) add_channels<Rows, 1>(p, v, d, hd, first, ahead, parts);
+  for (; d < v.width; d += kLanes) add_channels<Rows, 1>(p, v, d, first, ahead, parts);
+}
+
+// One row's part anew where a bias or a mask hides some of the keys and the sums are NaN, as 0 *
+// NaN makes them: of the other keys alone, in the same chains.
+template <typename Stored>
+FORGE_NOINLINE void mend_part(const Real* p, const Real* bias, const KeyBlock<Stored>& v,
+                              Real* part) {
+  IntVec nan{};
+  for (Int64 d = 0; d < v.width; d += kLanes) {
+    const Vec sum = load(part + kPartHead + d);
+    nan |= sum != sum;
+  }
+  if (!any(nan)) return;
+  for (Int64 d = 0; d < v.width; d += kLanes) {
+    Vec sum{};
+    for (int key = 0; key < v.count; ++key) {
+      if (bias[key] == -__builtin_inff()) continue;
+      const Vec value = load_within(v.first + key * v.stride + d, 0, v.width - d);
+      sum = fma(broadcast(p[key]), value, sum);
+    }
+    store(part + kPartHead + d, sum);
+  }
 }
 
 // One row's scores of a tile become p; m and l go to its part. [from, to): the keys that the row
-// sees.
-FORGE_INLINE void softmax_row(Real* scores, int from, int to, Real* part) {
+// sees; bias: for each key of the tile, what is added.
+template <bool Biased>
+FORGE_INLINE void softmax_row(Real* scores, const Real* bias, int from, int to, Real* part) {
   const Vec lowest = broadcast(-__builtin_inff());
   const int padded = static_cast<int>(round_up(to, kLanes));
   Vec top = lowest;
   for (int key = 0; key < padded; key += kLanes) {
     const IntVec at = lane_numbers() + key;
-    const Vec s = select((at >= from) & (at < to), load(scores + key), lowest);
+    Vec s = load(scores + key);
+    if (Biased) s = add_bias(s, load(bias + key));
+    s = select((at >= from) & (at < to), s, lowest);
     store(scores + key, s);
     top = max(s, top);
   }

@@ -1,10 +1,12 @@
 // The forward of one task, compiled once per target: online softmax over key tiles.
 #include "cpu/forward/kernel.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/stop.h"
 #include "cpu/arena.h"
+#include "cpu/bias.h"
 #include "cpu/forward/tile.h"
 #include "cpu/pack.h"
 
@@ -14,39 +16,49 @@ namespace {
 // A worker's scratch.
 struct Workspace {
   Real* q;           // [blocks][hd_pad][kRowBlock]
-  Real* o;           // the same
+  Real* o;           // [blocks][hv_pad][kRowBlock]
   Real* m;           // [rows]
   Real* l;           // [rows]
   IndexRange* seen;  // [rows]
   Real* k;           // [tile_keys + kStep][k_stride]
   Real* v;           // [panels][tile_keys][kStep], with slack
   Real* scores;      // [tile_keys + kStep][kRowBlock]
+  PairRow* pairs;    // [rows]; only where there is a bias or a mask
+  Real* bias;        // as scores, likewise
   Int64 hd_pad;
+  Int64 hv_pad;
   Int64 k_stride;
   Int64 v_panel;
   std::size_t bytes;
 };
 
-FORGE_INLINE Workspace workspace(char* base, Int64 hd, Int64 rows) {
+FORGE_INLINE Workspace workspace(char* base, const ForwardCall& call, Int64 rows) {
   Workspace w;
   Arena arena(base);
-  const Int64 keys = tile_keys(hd), padded_rows = round_up(rows, kRowBlock);
-  w.hd_pad = round_up(hd, kLanes);
-  w.k_stride = round_up(hd, kLanes);
+  const AttnParams& params = call.params;
+  const Int64 keys = tile_keys(widest_head(params)), padded_rows = round_up(rows, kRowBlock);
+  w.hd_pad = round_up(params.hd, kLanes);
+  w.hv_pad = round_up(params.hv, kLanes);
+  w.k_stride = round_up(params.hd, kLanes);
   w.v_panel = round_up(keys * kStep + kLanes, 16);
   w.q = arena.take<Real>(padded_rows * w.hd_pad + kLanes * kRowBlock);
-  w.o = arena.take<Real>(padded_rows * w.hd_pad);
+  w.o = arena.take<Real>(padded_rows * w.hv_pad);
   w.m = arena.take<Real>(padded_rows);
   w.l = arena.take<Real>(padded_rows);
   w.seen = arena.take<IndexRange>(padded_rows);
   w.k = arena.take<Real>((keys + kStep) * w.k_stride);
-  w.v = arena.take<Real>(round_up(hd, kStep) / kStep * w.v_panel);
+  w.v = arena.take<Real>(round_up(params.hv, kStep) / kStep * w.v_panel);
   w.scores = arena.take<Real>((keys + kStep) * kRowBlock);
+  const bool pairs = call.pairs.given();
+  w.pairs = arena.take<PairRow>(pairs ? padded_rows : 0);
+  w.bias = arena.take<Real>(pairs ? (keys + kStep) * kRowBlock : 0);
   w.bytes = static_cast<std::size_t>(arena.used());
   return w;
 }
 
-std::size_t scratch_bytes(Int64 hd, Int64 rows) { return workspace(nullptr, hd, rows).bytes; }
+std::size_t scratch_bytes(const ForwardCall& call, Int64 rows) {
+  return workspace(nullptr, call, rows).bytes;
+}
 
 // Keys of a row block, its dead rows and the lanes past the last row left out.
 struct BlockKeys {
@@ -84,16 +96,21 @@ FORGE_NOINLINE BlockKeys start_block(const TaskState& state, const Stored* q, In
   BlockKeys block = {nothing(), every_key()};
   RowCursor at = cursor_at(state, index * kRowBlock);
   const Stored* row = nullptr;
+  PairRow pairs = {0, 0};
   for (int c = 0; c < kRowVecs; ++c) {
     const Stored* rows[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
       const Int64 slot = index * kRowBlock + c * kLanes + lane;
       const bool there = task.rows.begin + slot < task.rows.end;
       // lanes past the last row repeat it; dead or repeated, their results are dropped
-      if (there) row = q + element_offset(params.q, task.b, at.query, at.head);
+      if (there) {
+        row = q + element_offset(params.q, task.b, at.query, at.head);
+        pairs = pair_row(state.call->pairs, task.b, at.head, at.query);
+      }
       rows[lane] = row;
+      if (state.call->pairs.given()) work.pairs[slot] = pairs;
       IndexRange keys = nothing();
-      if (there) keys = visible_keys(task.band, at.query);
+      if (there) keys = task.mask.keys(at.query);
       at.next();
       if (is_empty(keys)) {
         keys = every_key();
@@ -120,8 +137,8 @@ FORGE_NOINLINE KeyTile pack_tile(const TaskState& state, const Stored* k, const 
   k += element_offset(params.k, task.b, begin, task.kv_head);
   v += element_offset(params.v, task.b, begin, task.kv_head);
   copy_rows(k, params.k.row, params.hd, count, count + kStep, work.k, work.k_stride);
-  KeyTile tile = {begin, work.k, work.k_stride, work.v, work.v_panel, true};
-  tile.v_finite = rows_to_panels<kStep>(v, params.v.row, params.hd, count, work.v, work.v_panel);
+  KeyTile tile = {work.k, work.k_stride, work.v, work.v_panel, true};
+  tile.v_finite = rows_to_panels<kStep>(v, params.v.row, params.hv, count, work.v, work.v_panel);
   return tile;
 }
 
@@ -137,28 +154,63 @@ FORGE_NOINLINE void prefetch_tile(const TaskState& state, IndexRange keys, Int64
   const char* v = static_cast<const char*>(call.v.data);
   for (Int64 key = keys.begin + index * share; key < last; ++key) {
     prefetch_row(k + element_offset(params.k, b, key, head) * bytes, params.hd * bytes);
-    prefetch_row(v + element_offset(params.v, b, key, head) * bytes, params.hd * bytes);
+    prefetch_row(v + element_offset(params.v, b, key, head) * bytes, params.hv * bytes);
   }
 }
 
+// The keys [begin, begin + count) of a tile, as a block's rows see them.
 FORGE_NOINLINE KeySpan span_of(const TaskState& state, const BlockKeys& block, Int64 index,
                                Int64 begin, int count) {
-  KeySpan span;
-  span.from = key_in_tile(block.any.begin, begin, count);
-  span.to = key_in_tile(block.any.end, begin, count);
-  span.full_from = key_in_tile(block.all.begin, begin, count);
-  span.full_to = key_in_tile(block.all.end, begin, count);
+  KeySpan span = {0, count, 0, count, {}, {}};
+  for (int c = 0; c < kRowVecs; ++c) span.seen_to[c] = broadcast_int(count);
+  if (block.all.begin <= begin && begin + count <= block.all.end) return span;
+  span.from = count;
+  span.to = 0;
+  if (is_empty(overlap(block.any, {begin, begin + count}))) return span;
   for (int c = 0; c < kRowVecs; ++c) {
     RealBits seen_from[kLanes], seen_to[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
       const IndexRange seen = state.work.seen[index * kRowBlock + c * kLanes + lane];
       seen_from[lane] = key_in_tile(seen.begin, begin, count);
-      seen_to[lane] = key_in_tile(seen.end, begin, span.to);
+      seen_to[lane] = key_in_tile(seen.end, begin, count);
+      if (seen.end == every_key().end) continue;
+      span.full_from = std::max(span.full_from, seen_from[lane]);
+      span.full_to = std::min(span.full_to, seen_to[lane]);
+      if (seen_from[lane] >= seen_to[lane]) continue;
+      span.from = std::min(span.from, seen_from[lane]);
+      span.to = std::max(span.to, seen_to[lane]);
     }
     std::memcpy(&span.seen_from[c], seen_from, sizeof seen_from);
     std::memcpy(&span.seen_to[c], seen_to, sizeof seen_to);
   }
+  span.from = static_cast<int>(class_begin(span.from));
   return span;
+}
+
+// The bias tile at hand, which the next block may share.
+struct PackedBias {
+  Int64 block;
+  IndexRange keys;
+  BiasTile tile;
+};
+
+// The bias and the mask of a block's span of the tile that begins at key `begin`; at: of the tile's
+// first key.
+FORGE_NOINLINE BiasTile bias_of(const TaskState& state, Int64 index, Int64 begin,
+                                const KeySpan& span, PackedBias& packed) {
+  const PairRow* rows = state.work.pairs + index * kRowBlock;
+  const PairRow* other = state.work.pairs + packed.block * kRowBlock;
+  const bool known = packed.keys.begin <= span.from && span.to <= packed.keys.end &&
+                     std::memcmp(rows, other, kRowBlock * sizeof *rows) == 0;
+  if (!known) {
+    packed.block = index;
+    packed.keys = {span.from, span.to};
+    packed.tile =
+        pack_bias(state.call->pairs, rows, kRowBlock, {begin + span.from, begin + span.to},
+                  state.work.bias + span.from * kRowBlock, kRowBlock);
+    if (packed.tile.at) packed.tile.at = state.work.bias;
+  }
+  return packed.tile;
 }
 
 // What becomes of a block's rows, kLanes of them: where their sums go (null: a lane past the last
@@ -175,8 +227,8 @@ FORGE_INLINE void store_rows(const TaskState& state, Int64 index, int c,
                              const RowsEnd<Stored>& ends) {
   IntVec zeroed;
   std::memcpy(&zeroed, ends.zeroed, sizeof zeroed);
-  lanes_to_rows(state.work.o + index * state.work.hd_pad * kRowBlock + c * kLanes, kRowBlock,
-                state.call->params.hd, load(ends.factor), zeroed, ends.o);
+  lanes_to_rows(state.work.o + index * state.work.hv_pad * kRowBlock + c * kLanes, kRowBlock,
+                state.call->params.hv, load(ends.factor), zeroed, ends.o);
 }
 
 template <typename Stored>
@@ -190,8 +242,9 @@ FORGE_NOINLINE void finish_block(const TaskState& state, Stored* o, const AttnSt
     for (int lane = 0; lane < kLanes; ++lane, at.next()) {
       const Int64 slot = index * kRowBlock + c * kLanes + lane;
       if (task.rows.begin + slot >= task.rows.end) break;
-      const RowEnd end = end_of_row(!is_empty(visible_keys(task.band, at.query)),
-                                    state.work.m[slot], state.work.l[slot]);
+      const RowEnd end =
+          end_of_row(!is_empty(task.mask.keys(at.query)), state.work.m[slot], state.work.l[slot],
+                     sink_of(call.sinks, task.b, at.head, at.query));
       const Int64 stat = row_index(call.params, task.b, at.head, at.query);
       if (call.row_max != nullptr) {
         call.row_max[stat] = end.row.m;
@@ -215,7 +268,7 @@ FORGE_NOINLINE void leave_block(const TaskState& state, Int64 index, Int64 tile,
     for (int lane = 0; lane < kLanes; ++lane) {
       const Int64 slot = index * kRowBlock + c * kLanes + lane;
       if (slot >= rows) break;
-      Real* part = parts.first + tile * parts.stride + slot * part_floats(state.call->params.hd);
+      Real* part = parts.first + tile * parts.stride + slot * part_floats(state.call->params.hv);
       part[0] = state.work.m[slot];
       part[1] = state.work.l[slot];
       ends.o[lane] = part + kPartHead;
@@ -234,6 +287,17 @@ struct Blocks {
   bool fresh[kMaxBlocks];
 };
 
+// Whether some row of some block sees one of the keys.
+bool is_seen(const TaskState& state, const Blocks& blocks, IndexRange keys) {
+  if (is_empty(keys)) return false;
+  const int count = static_cast<int>(keys.end - keys.begin);
+  for (Int64 index = 0; index < blocks.count; ++index) {
+    const KeySpan span = span_of(state, blocks.keys[index], index, keys.begin, count);
+    if (span.from < span.to) return true;
+  }
+  return false;
+}
+
 // The blocks against keys [keys.begin, keys.end) of a tile. `next`: the keys packed after them.
 template <typename Map>
 FORGE_INLINE void run_tile(const TaskState& state, IndexRange keys, IndexRange next, Blocks& blocks,
@@ -241,28 +305,36 @@ FORGE_INLINE void run_tile(const TaskState& state, IndexRange keys, IndexRange n
   const ForwardCall& call = *state.call;
   const Workspace& work = state.work;
   const int count = static_cast<int>(keys.end - keys.begin);
-  const KeyTile tile = with_elements(call.k, [&](const auto* k) {
-    return pack_tile(state, k, elements_like(k, call.v), keys.begin, count);
-  });
+  KeyTile tile = {};
+  PackedBias packed = {0, nothing(), {}};
   for (Int64 index = 0; index < blocks.count; ++index) {
-    prefetch_tile(state, next, index, blocks.count);
     const KeySpan span = span_of(state, blocks.keys[index], index, keys.begin, count);
-    if (span.from >= span.to) continue;
-    const RowBlock block = {state.task->rows.begin + index * kRowBlock,
-                            work.q + index * work.hd_pad * kRowBlock,
-                            work.o + index * work.hd_pad * kRowBlock,
+    BiasTile bias = {nullptr, span.from >= span.to};
+    if (!bias.hides_all && call.pairs.given()) {
+      bias = bias_of(state, index, keys.begin, span, packed);
+    }
+    if (!bias.hides_all && !tile.k) {
+      tile = with_elements(call.k, [&](const auto* k) {
+        return pack_tile(state, k, elements_like(k, call.v), keys.begin, count);
+      });
+    }
+    prefetch_tile(state, next, index, blocks.count);
+    if (bias.hides_all) continue;
+    const RowBlock block = {work.q + index * work.hd_pad * kRowBlock,
+                            work.o + index * work.hv_pad * kRowBlock,
                             work.m + index * kRowBlock,
                             work.l + index * kRowBlock,
-                            blocks.fresh[index]};
-    add_tile(block, tile, span, call.params.hd, map, work.scores);
+                            blocks.fresh[index],
+                            bias.at};
+    add_tile(block, tile, span, call.params, map, work.scores);
     blocks.fresh[index] = false;
   }
 }
 
 template <typename Map>
 void run_task(const ForwardCall& call, const ForwardTask& task, char* scratch, const Map& map) {
-  const Int64 rows = task.rows.end - task.rows.begin, hd = call.params.hd, step = tile_keys(hd);
-  const TaskState state = {&call, &task, workspace(scratch, hd, rows)};
+  const Int64 rows = task.rows.end - task.rows.begin, step = tile_keys(widest_head(call.params));
+  const TaskState state = {&call, &task, workspace(scratch, call, rows)};
   Blocks blocks;
   blocks.count = ceil_div(rows, kRowBlock);
   IndexRange any = nothing();
@@ -277,15 +349,19 @@ void run_task(const ForwardCall& call, const ForwardTask& task, char* scratch, c
       blocks.fresh[index] = true;
     }
   };
-  const auto keys_of = [&](Int64 tile) { return overlap({tile * step, (tile + 1) * step}, any); };
+  const auto keys_of = [&](Int64 tile) {
+    const IndexRange keys = overlap({tile * step, (tile + 1) * step}, any);
+    return task.mask.ascends() || is_seen(state, blocks, keys) ? keys : nothing();
+  };
   const bool leaves_parts = task.parts.first != nullptr;
   const IndexRange tiles =
       leaves_parts ? task.tiles : IndexRange{any.begin / step, ceil_div(any.end, step)};
   start();
+  IndexRange next = tiles.begin < tiles.end ? keys_of(tiles.begin) : nothing();
   for (Int64 tile = tiles.begin; tile < tiles.end; ++tile) {
     if (stop_requested()) return;
-    const IndexRange keys = keys_of(tile);
-    const IndexRange next = tile + 1 < tiles.end ? keys_of(tile + 1) : nothing();
+    const IndexRange keys = next;
+    next = tile + 1 < tiles.end ? keys_of(tile + 1) : nothing();
     if (!is_empty(keys)) run_tile(state, keys, next, blocks, map);
     if (!leaves_parts) continue;
     for (Int64 index = 0; index < blocks.count; ++index) {

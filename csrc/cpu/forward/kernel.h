@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "core/sequence_mask.h"
 #include "cpu/rows.h"
 
 namespace forge::cpu {
@@ -15,7 +16,9 @@ struct ForwardCall {
   Operand v;
   Operand o;
   Operand rounded;  // o once more, in q's type; without data: not wanted
-  float* row_max;   // null where the statistics are not asked for; then row_sum is too
+  PairArrays pairs;
+  Operand sinks;   // without data: none
+  float* row_max;  // null where the statistics are not asked for; then row_sum is too
   float* row_sum;
 };
 
@@ -26,12 +29,12 @@ struct Parts {
   Int64 stride;
 };
 constexpr Int64 kPartHead = 16;
-FORGE_INLINE Int64 part_floats(Int64 hd) { return kPartHead + round_up(hd, 16); }
+FORGE_INLINE Int64 part_floats(Int64 hv) { return kPartHead + round_up(hv, 16); }
 
 // Some rows of one kv head (rows.h). Without parts: against all keys that they see; the rows are
 // finished and stored. Else against some tiles of keys, for whose parts there is room.
 struct ForwardTask {
-  AttnBand band;
+  SequenceMask mask;
   Int64 b;
   Int64 kv_head;
   IndexRange rows;
@@ -41,8 +44,8 @@ struct ForwardTask {
 
 struct ForwardKernels {
   int row_block;  // rows that run side by side; tasks want a multiple
-  Int64 (*tile_keys)(Int64 hd);
-  std::size_t (*scratch_bytes)(Int64 hd, Int64 rows);
+  Int64 (*tile_keys)(Int64 widest_head);
+  std::size_t (*scratch_bytes)(const ForwardCall&, Int64 rows);
   void (*run)(const ForwardCall&, const ForwardTask&, char* scratch);
 };
 

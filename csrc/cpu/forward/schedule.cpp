@@ -1,9 +1,7 @@
 // The forward's schedule for many rows: which tasks there are, in which order.
 #include <algorithm>
-#include <limits>
 
 #include "core/thread_pool.h"
-#include "core/zero_fill.h"
 #include "cpu/attention.h"
 #include "cpu/scratch.h"
 #include "cpu/splits.h"
@@ -18,8 +16,9 @@ constexpr Int64 kWantedTasks = 16;  // each packs its keys, so more cost more
 // balance, and some even for a single head.
 Int64 rows_a_task(const Forward& forward) {
   constexpr Int64 kFewTasks = 8, kFewRows = 32, kManyRows = 128;
-  const Int64 hd = forward.call.params.hd, row_block = forward.kernels.forward.row_block;
-  const Int64 most = hd <= 64 ? 512 : hd <= 128 ? 256 : hd <= 256 ? 128 : 64;
+  const Int64 widest = widest_head(forward.call.params);
+  const Int64 row_block = forward.kernels.forward.row_block;
+  const Int64 most = widest <= 64 ? 512 : widest <= 192 ? 256 : widest <= 256 ? 128 : 64;
   const auto rows_for = [&](Int64 tasks) {
     return ceil_div(forward.rows, ceil_div(tasks, forward.heads));
   };
@@ -35,12 +34,13 @@ void run_tiles(const Forward& forward) {
   const AttnParams& params = forward.call.params;
   const Int64 step = rows_a_task(forward), blocks = ceil_div(forward.rows, step);
   const int threads = num_threads();
-  const std::size_t bytes = (forward.kernels.forward.scratch_bytes(params.hd, step) + 63) / 64 * 64;
+  const std::size_t bytes =
+      (forward.kernels.forward.scratch_bytes(forward.call, step) + 63) / 64 * 64;
   const auto run = [&](KvHead head, Int64 block, const KeySplit& split, char* scratch) {
     ForwardTask task;
     task.b = head.b;
     task.kv_head = head.head;
-    task.band = forward.band(task.b);
+    task.mask = forward.mask(task.b);
     task.rows = {block * step, std::min(forward.rows, (block + 1) * step)};
     task.tiles = split.tiles;
     task.parts = split.parts;
@@ -74,23 +74,26 @@ void run_tiles(const Forward& forward) {
   });
 }
 
-// Every row is dead.
-void forward_without_keys(const Problem& problem) {
-  const Int64 rows = problem.B * problem.H * problem.Tq;
-  const Operands& operands = problem.operands;
-  fill_zero(operands[kBufferO]);
-  if (operands[kBufferRounded].data) fill_zero(operands[kBufferRounded]);
-  if (float* row_max = elements<float>(operands[kBufferRowMax])) {
-    std::fill_n(row_max, rows, -std::numeric_limits<float>::infinity());
+// The keys of each sequence from the first to the last that some query sees.
+std::vector<IndexRange> keys_of_sequences(const Problem& problem, const AttnParams& params) {
+  std::vector<IndexRange> keys;
+  keys.reserve(static_cast<std::size_t>(params.B));
+  for (Int64 b = 0; b < params.B; ++b) {
+    const SequenceMask mask(params, problem.ranges.data(), b);
+    if (mask.ascends()) {
+      keys.push_back({mask.keys(0).begin, mask.keys(params.Tq - 1).end});
+      continue;
+    }
+    keys.push_back(nothing());
+    for (Int64 i = 0; i < params.Tq; ++i) keys.back() = hull(keys.back(), mask.keys(i));
   }
-  if (float* row_sum = elements<float>(operands[kBufferRowSum])) std::fill_n(row_sum, rows, 0.0f);
+  return keys;
 }
 
 }  // namespace
 
 void attention_fwd(const Problem& problem, CpuTarget target) {
   if (problem.B == 0 || problem.Tq == 0) return;
-  if (problem.Tk == 0) return forward_without_keys(problem);
   const Operands& operands = problem.operands;
   const AttnParams params = params_as<float>(problem);
   const ForwardCall call = {params,
@@ -99,10 +102,16 @@ void attention_fwd(const Problem& problem, CpuTarget target) {
                             operands[kBufferV],
                             operands[kBufferO],
                             operands[kBufferRounded],
+                            {operands[kBufferBias], operands[kBufferMask]},
+                            operands[kBufferSinks],
                             elements<float>(operands[kBufferRowMax]),
                             elements<float>(operands[kBufferRowSum])};
-  const Forward forward = {problem, call, kernel_tables(target), rows_of_group(params),
-                           kv_heads(params)};
+  const Forward forward = {problem,
+                           call,
+                           kernel_tables(target),
+                           rows_of_group(params),
+                           kv_heads(params),
+                           keys_of_sequences(problem, params)};
   // Against few keys packing a block of rows would cost more than the rows.
   const Int64 most_rows =
       params.Tk >= 128 ? forward.kernels.decode.most_rows : forward.kernels.forward.row_block / 2;

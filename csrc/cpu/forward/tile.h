@@ -35,17 +35,16 @@ FORGE_INLINE IntVec sees(const KeySpan& span, int key, int c) {
 
 // One row block: its state and its operands.
 struct RowBlock {
-  Int64 row;      // its first, among those of the kv head
-  const Real* q;  // [hd][kRowBlock]
-  Real* o;        // [hd][kRowBlock], the running sum of p v
-  Real* m;        // [kRowBlock]
-  Real* l;        // [kRowBlock]
-  bool fresh;     // nothing added yet: o holds nothing
+  const Real* q;     // [hd][kRowBlock]
+  Real* o;           // [hv][kRowBlock], the running sum of p v
+  Real* m;           // [kRowBlock]
+  Real* l;           // [kRowBlock]
+  bool fresh;        // nothing added yet: o holds nothing
+  const Real* bias;  // of the tile's pairs (bias.h), laid as the scores; null: none
 };
 
 // Packed keys and values of the tile.
 struct KeyTile {
-  Int64 first;    // key
   const Real* k;  // [keys][k_stride], with kStep - 1 readable rows past the last
   Int64 k_stride;
   const Real* v;  // panels of kStep channels, [keys][kStep] each
@@ -66,8 +65,7 @@ FORGE_NOINLINE void score_span(const RowBlock& block, const KeyTile& tile, Int64
     Real* to = scores + key * kRowBlock;
     const bool whole = key >= span.full_from && key + kStep <= span.full_to;
     const auto map_and_store = [&](int r, int c, bool masked) __attribute__((always_inline)) {
-      const PairPlace place = {block.row + c * kLanes, tile.first + key + r};
-      Vec s = map.score(acc[r][c], place);
+      Vec s = map.score(acc[r][c], (key + r) * kRowBlock + c * kLanes);
       if (masked) s = select(sees(span, key + r, c), s, broadcast(-__builtin_inff()));
       store(to + r * kRowBlock + c * kLanes, s);
       top[c] = max(s, top[c]);
@@ -161,19 +159,20 @@ FORGE_INLINE void add_last_values(int channels, const Real* p, const Real* v, in
   }
 }
 
-// The same with a select a step, for a tile whose values hold NaN or infinity and whose keys not
-// every row sees: 0 * NaN would reach rows that do not see it. The same chains, so the same bits
-// elsewhere.
+// The same with a select a step, for a tile whose values hold NaN or infinity and that hides some
+// pairs: 0 * NaN would reach rows that do not see it. The same chains, so the same bits elsewhere.
 FORGE_NOINLINE void add_visible_values(const RowBlock& block, const KeyTile& tile,
-                                       const KeySpan& span, Int64 hd, const Real* scores,
+                                       const KeySpan& span, Int64 hv, const Real* scores,
                                        const Merge (&merge)[kRowVecs]) {
-  for (Int64 channel = 0; channel < hd; ++channel) {
+  for (Int64 channel = 0; channel < hv; ++channel) {
     const Real* v = tile.v + channel / kStep * tile.v_panel + channel % kStep;
     for (int c = 0; c < kRowVecs; ++c) {
       Vec acc{};
       for (int key = span.from; key < span.to; ++key) {
-        const Vec p = load(scores + key * kRowBlock + c * kLanes);
-        acc = select(sees(span, key, c), fma(broadcast(v[key * kStep]), p, acc), acc);
+        const Int64 pair = key * kRowBlock + c * kLanes;
+        IntVec seen = sees(span, key, c);
+        if (block.bias) seen &= ~hides(load(block.bias + pair));
+        acc = select(seen, fma(broadcast(v[key * kStep]), load(scores + pair), acc), acc);
       }
       Real* at = block.o + channel * kRowBlock + c * kLanes;
       store(at, block.fresh ? acc : merge[c](load(at), acc));
@@ -182,33 +181,36 @@ FORGE_NOINLINE void add_visible_values(const RowBlock& block, const KeyTile& til
 }
 
 FORGE_NOINLINE void add_all_values(const RowBlock& block, const KeyTile& tile, const KeySpan& span,
-                                   Int64 hd, const Real* scores, const Merge (&merge)[kRowVecs]) {
+                                   Int64 hv, const Real* scores, const Merge (&merge)[kRowVecs]) {
   const Real* p = scores + span.from * kRowBlock;
   const Real* v = tile.v + span.from * kStep;
   const int keys = span.to - span.from;
   Real* o = block.o;
   Int64 channel = 0;
-  for (; channel + kStep <= hd; channel += kStep, v += tile.v_panel, o += kStep * kRowBlock) {
+  for (; channel + kStep <= hv; channel += kStep, v += tile.v_panel, o += kStep * kRowBlock) {
     add_values<kStep>(p, v, keys, merge, block.fresh, o);
   }
-  if (channel < hd) {
-    add_last_values<kStep - 1>(static_cast<int>(hd - channel), p, v, keys, merge, block.fresh, o);
+  if (channel < hv) {
+    add_last_values<kStep - 1>(static_cast<int>(hv - channel), p, v, keys, merge, block.fresh, o);
   }
 }
 
 // One row block against one key tile.
 template <typename Map>
 FORGE_INLINE void add_tile(const RowBlock& block, const KeyTile& tile, const KeySpan& span,
-                           Int64 hd, const Map& map, Real* scores) {
+                           const AttnParams& params, const Map& map, Real* scores) {
+  const Int64 hv = params.hv;
   Vec largest[kRowVecs];
   Merge merge[kRowVecs];
-  score_span(block, tile, hd, map, span, scores, largest);
+  with_bias(map, block.bias, [&](const auto& biased) {
+    score_span(block, tile, params.hd, biased, span, scores, largest);
+  });
   softmax_span(block, span, scores, largest, merge);
-  const bool whole = span.from >= span.full_from && span.to <= span.full_to;
+  const bool whole = span.from >= span.full_from && span.to <= span.full_to && !block.bias;
   if (whole || tile.v_finite) {
-    add_all_values(block, tile, span, hd, scores, merge);
+    add_all_values(block, tile, span, hv, scores, merge);
   } else {
-    add_visible_values(block, tile, span, hd, scores, merge);
+    add_visible_values(block, tile, span, hv, scores, merge);
   }
 }
 
