@@ -207,9 +207,9 @@ kernel void attention_decode_combine(device const float* partial [[buffer(kBuffe
   Int32 h = grid.head + Int32(group.y);
   Int32 b = grid.batch + Int32(group.z);
   Range seen = visible_keys(band_of(params, ranges[b]), i);
-  bool live = !is_empty(seen);
+  bool sees_keys = !is_empty(seen);
   Int32 begin = seen.begin / kSplitKeys;
-  Int32 end = live ? (seen.end + kSplitKeys - 1) / kSplitKeys : begin;
+  Int32 end = sees_keys ? (seen.end + kSplitKeys - 1) / kSplitKeys : begin;
   Int64 step = decode_partial_floats(params.hd);
   Int64 row = stat_index(params, b, h, i);
   device const float* parts = partial + row * decode_splits(params.Tk) * step;
@@ -242,7 +242,8 @@ kernel void attention_decode_combine(device const float* partial [[buffer(kBuffe
         sum = float4(low.x, low.y, high.x, high.y);
       }
     }
-    total = finished_sums(live, total);
+    total = finished_sums(sees_keys, total);
+    bool live = total.l != 0.0f;
     float factor = 1.0f / total.l;
     float4 result = live ? float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor)
                          : float4(0.0f, 0.0f, 0.0f, 0.0f);

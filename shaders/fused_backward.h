@@ -27,6 +27,11 @@ struct RowStatistics {
   float d;
 };
 
+// A dead row has a sum of 0, any other at least 1, or NaN. What is computed of a dead one is NaN
+// where its scores or what its query and dout hold make it so: it is to be passed over by
+// selection.
+METAL_FUNC bool is_live(RowStatistics row) { return row.inverse_l != INFINITY; }
+
 // Of one block of scores.
 struct Gradients {
   Block p;

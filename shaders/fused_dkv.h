@@ -72,15 +72,19 @@ METAL_FUNC Block dot_keys(threadgroup const float* row, thread const Blocks<N>& 
 }
 
 // sums + transpose(x) w of 8 rows of a tile from query i on, for what of x is not finite, where the
-// row sees the lane's keys. Rare and slow, as add_hidden_rows.
+// row is live and sees the lane's keys. Rare and slow, as add_hidden_rows.
 template <int N>
 METAL_FUNC void add_hidden_columns(threadgroup const float* x, Int32 stride, Block w, Range left,
-                                   Range right, Int32 i, Lane at, thread Blocks<N>& sums) {
+                                   Range right, threadgroup const RowStatistics* rows, Int32 i,
+                                   Lane at, thread Blocks<N>& sums) {
 #pragma clang loop unroll(disable)
   for (Int32 j = 0; j < kBlockSize; ++j) {
     ushort lane = lane_holding(j, at.column);
     Block weight = Block(metal::simd_shuffle(w.x, lane), metal::simd_shuffle(w.y, lane));
     threadgroup const float* row = x + j * stride;
+    bool live = is_live(rows[j]);
+    bool first_seen = live && contains(left, i + j);
+    bool second_seen = live && contains(right, i + j);
 #pragma clang loop unroll(full)
     for (Int32 first = 0; first < N; first += 4) {
       Blocks<4> values;
@@ -89,8 +93,8 @@ METAL_FUNC void add_hidden_columns(threadgroup const float* x, Int32 stride, Blo
       for (Int32 n = 0; n < group_size<N>(first); ++n) {
         float value = values.at[n].x;
         Block sum = sums.at[first + n];
-        sums.at[first + n] = Block(with_hidden(sum.x, weight.x, value, contains(left, i + j)),
-                                   with_hidden(sum.y, weight.y, value, contains(right, i + j)));
+        sums.at[first + n] = Block(with_hidden(sum.x, weight.x, value, first_seen),
+                                   with_hidden(sum.y, weight.y, value, second_seen));
       }
     }
   }
@@ -98,8 +102,9 @@ METAL_FUNC void add_hidden_columns(threadgroup const float* x, Int32 stride, Blo
 
 // sums += transpose(8 rows of a tile, the first at x) w.
 template <int N>
-METAL_FUNC void add_rows(threadgroup const float* x, Int32 stride, Block w, Int32 i, bool finite,
-                         Lane at, thread OwnedKeys<N>& own) {
+METAL_FUNC void add_rows(threadgroup const float* x, Int32 stride, Block w,
+                         threadgroup const RowStatistics* rows, Int32 i, bool finite, Lane at,
+                         thread OwnedKeys<N>& own) {
   threadgroup const float* left = x + at.column * stride;
   Blocks<N> a;
 #pragma clang loop unroll(full)
@@ -115,8 +120,14 @@ METAL_FUNC void add_rows(threadgroup const float* x, Int32 stride, Block w, Int3
     own.sums.at[n] += multiply_add(a.at[n], w, Block(0.0f, 0.0f));
   }
   if (!finite) {
-    add_hidden_columns(x, stride, w, own.left_seen, own.right_seen, i, at, own.sums);
+    add_hidden_columns(x, stride, w, own.left_seen, own.right_seen, rows, i, at, own.sums);
   }
+}
+
+// Whether no row of a tile is dead: the same answer in all simdgroups.
+template <int kRows>
+METAL_FUNC bool all_are_live(threadgroup const RowStatistics* rows, uint lane) {
+  return metal::simd_all(is_live(rows[lane % uint(kRows)]));
 }
 
 }  // namespace forge
@@ -218,7 +229,9 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>:
       }
       metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
-      finite = span.whole || unanimous<Sizes::kSimdgroups>(votes);
+      // Rows that are dead take the slow way, as if they held what is not finite: both are rare.
+      bool all_live = all_are_live<Sizes::kRows>(statistics, lane);
+      finite = all_live && (span.whole || unanimous<Sizes::kSimdgroups>(votes));
 #pragma clang loop unroll(disable)
       for (Int32 r = span.from; r < span.to; ++r) {
         Products products;
@@ -228,14 +241,18 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>:
           products.dp =
               sum_of_parts<Shape::kParts>(exchange, kRoleSlots + slot + r, Sizes::kSlots, lane);
         }
-        Gradients of = gradients_of(options, products, statistics[r * kBlockSize + at.row]);
+        threadgroup const RowStatistics* block_rows = statistics + r * kBlockSize;
+        RowStatistics row = block_rows[at.row];
+        Gradients of = gradients_of(options, products, row);
         Block w = role == kSumsDk ? of.ds : of.p;
+        if (!all_live && !is_live(row)) w = Block(0.0f, 0.0f);
         Int32 i = first + r * kBlockSize;
         if (!span.whole) {
           w = Block(contains(own.left_seen, i + at.row) ? w.x : 0.0f,
                     contains(own.right_seen, i + at.row) ? w.y : 0.0f);
         }
-        add_rows(sum_rows + r * kBlockSize * Shape::kStride, Shape::kStride, w, i, finite, at, own);
+        add_rows(sum_rows + r * kBlockSize * Shape::kStride, Shape::kStride, w, block_rows, i,
+                 finite, at, own);
       }
     }
     q_head = after(q_head, params.q.head);

@@ -175,6 +175,7 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DqShape<kHd, kGpu>::
 #pragma clang loop unroll(full)
   for (Int32 n = 0; n < Shape::kOwnBlocks; ++n) {
     Block x = Block(own.dq.at[n].x * params.scale, own.dq.at[n].y * params.scale);
+    if (!is_live(own.statistics)) x = Block(0.0f, 0.0f);
     own.dq.at[n] = accumulate ? before.at[n] + x : x;
   }
   store_row(dq_row, 0, hd, at, own.dq);

@@ -107,7 +107,10 @@ METAL_FUNC void end_run(thread OwnedQueries<N, kRuns>& own, bool first, bool las
     shares = merge(own.total, own.sums);
   }
   bool live = !is_empty(own.seen);
-  if (last) own.total = finished_sums(live, own.total);
+  if (last) {
+    own.total = finished_sums(live, own.total);
+    live = own.total.l != 0.0f;
+  }
   float factor = last ? 1.0f / own.total.l : 1.0f;
 #pragma clang loop unroll(full)
   for (Int32 run = 0; run < kRuns; ++run) {

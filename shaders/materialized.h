@@ -8,7 +8,6 @@
 #include "mask_options.h"
 #include "shared/attn_math.h"
 #include "shared/attn_params.h"
-#include "shared/attn_row.h"
 
 namespace forge {
 
@@ -36,6 +35,14 @@ METAL_FUNC float dot(device const float* a, device const float* b, Int32 hd) {
 // y += a * x
 METAL_FUNC void add_scaled(device float* y, float a, device const float* x, Int32 hd) {
   for (Int32 c = 0; c < hd; ++c) y[c] = attn_fma(a, x[c], y[c]);
+}
+
+// Whether a row has a weight of zero for every key: it is dead.
+METAL_FUNC bool gives_nothing(device const float* p, Int64 Tk) {
+  for (Int64 j = 0; j < Tk; ++j) {
+    if (p[j] != 0.0f) return false;  // or NaN
+  }
+  return true;
 }
 
 struct Scaling {

@@ -33,22 +33,25 @@ kernel void attention_fwd_f32(device const float* q [[buffer(kBufferQ)]],
   device float* p_row = p + row * params.Tk;
 
   float m = -INFINITY;
+  bool live = false;
   for (Int64 j = keys.begin; j < keys.end; ++j) {
     float s = dot(q_row, k_head + j * params.k.row, params.hd) * params.scale;
     if (has_softcap) s = params.softcap * attn_tanh(s / params.softcap);
     p_row[j] = s;
     m = s > m ? s : m;
+    live = live || s != -INFINITY;
   }
+  float base = m == -INFINITY ? 0.0f : m;
   float l = 0.0f;
   for (Int64 j = keys.begin; j < keys.end; ++j) {
-    float e = attn_exp(p_row[j] - m);
+    float e = attn_exp(p_row[j] - base);
     p_row[j] = e;
     l = l + e;
   }
   for (Int32 c = 0; c < params.hd; ++c) o_row[c] = 0.0f;
   float inverse = 1.0f / l;
   for (Int64 j = 0; j < params.Tk; ++j) {
-    if (!contains(keys, j)) {
+    if (!live || !contains(keys, j)) {
       p_row[j] = 0.0f;
     } else {
       float weight = p_row[j] * inverse;
@@ -56,9 +59,8 @@ kernel void attention_fwd_f32(device const float* q [[buffer(kBufferQ)]],
       add_scaled(o_row, weight, v_head + j * params.v.row, params.hd);
     }
   }
-  AttnRow<float> finished = finished_row(!is_empty(keys), m, l);
-  row_max[row] = finished.m;
-  row_sum[row] = finished.l;
+  row_max[row] = m;
+  row_sum[row] = l;
 }
 
 // One query row: d_row = dout . o - dlse.
@@ -93,6 +95,7 @@ kernel void attention_bwd_dq_f32(device const float* q [[buffer(kBufferQ)]],
                                  uint thread_index [[thread_position_in_grid]]) {
   Int64 row = span.begin + Int64(thread_index);
   if (row >= span.end) return;
+  if (gives_nothing(p + row * params.Tk, params.Tk)) return;
   RowPosition at = row_position(row, params.H, params.Tq);
   AttnRange range = ranges[at.b];
   IndexRange keys = visible_keys(attn_band(mask_options(params), range), at.t);
@@ -141,7 +144,9 @@ kernel void attention_bwd_dkv_f32(device const float* q [[buffer(kBufferQ)]],
       device const float* q_row = q + element_offset(params.q, at.b, i, h);
       device const float* dout_row = dout + element_offset(params.dout, at.b, i, h);
       Int64 query_row = (at.b * params.H + h) * params.Tq + i;
-      float weight = p[query_row * params.Tk + at.t];
+      device const float* p_row = p + query_row * params.Tk;
+      float weight = p_row[at.t];
+      if (weight == 0.0f && gives_nothing(p_row, params.Tk)) continue;
       add_scaled(dv_row, weight, dout_row, params.hd);
       float dp = dot(dout_row, v_row, params.hd);
       float ds = score_gradient(scaling, q_row, k_row, params.hd, weight, dp, d_row[query_row]);

@@ -73,6 +73,7 @@ METAL_FUNC Block merged(Shares shares, Block before, Block after) {
   return metal::fma(before, Block(shares.before, shares.before), after * shares.after);
 }
 
+// Of a row at its end. It is live where the sum is not 0 then.
 METAL_FUNC RowSums finished_sums(bool sees_keys, RowSums sums) {
   AttnRow<float> row = finished_row(sees_keys, sums.m, sums.l);
   sums.m = row.m;

@@ -20,6 +20,7 @@ Access access_of(Use use, const Problem& problem) {
     case Use::kWriteIfGiven:
       return Access::kWrite;
     case Use::kAddTo:
+    case Use::kAddToIfGiven:
       if (problem.accumulate) return Access::kAddToContent;
       return problem.family == Family::kFused ? Access::kWrite : Access::kAddToZero;
     default:

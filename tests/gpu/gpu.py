@@ -59,7 +59,7 @@ class Params(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("B", "Tq", "Tk", "window_left", "window_right")),
         *((name, Strides) for name in ("q", "k", "v", "o", "dout", "dq", "dk", "dv", "rounded")),
-        *((name, ctypes.c_int32) for name in ("H", "Hkv", "hd", "causal")),
+        *((name, ctypes.c_int32) for name in ("H", "Hkv", "hd", "hv", "causal", "runs")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
@@ -220,7 +220,7 @@ class Call:
         scale, softcap = options.get("scale"), options.get("softcap") or 0.0
         self.params = Params(
             B=B, Tq=Tq, Tk=Tk, window_left=reach(left), window_right=reach(right), H=H, Hkv=Hkv,
-            hd=hd, causal=bool(options.get("causal")), softcap=softcap,
+            hd=hd, hv=hd, causal=bool(options.get("causal")), softcap=softcap,
             scale=hd**-0.5 if scale is None else scale,
         )  # fmt: skip
         self._gpu.set_constants(

@@ -30,7 +30,7 @@ from gpu_backend import (
     zig_clang,
 )
 
-UNCUT = ("is_seen_whole", "is_full")  # what is true of most tiles
+UNCUT = ("is_seen_whole", "is_full", "all_are_live")  # what is true of most tiles
 STAGING = "stage_rows"
 SCHEDULERS = 4  # of a core
 PRODUCT = 16  # cycles of 8 x 8 x 8: 512 fma on 32 lanes
