@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 try:
     import torch
@@ -30,62 +30,22 @@ except ImportError as error:
         "pip install torch transformers, or pip install '.[transformers]' in a checkout of forge"
     ) from error
 
+from forge._torch_tensors import boundaries
 from forge._transformers_mask import EAGER, CarriedMask
+from forge._transformers_runs import (
+    Sizes,
+    band_of,
+    options_of_function,
+    options_of_mask,
+    within_sequences,
+)
 from forge.torch import attention
 
 __all__ = ["register"]
 
 
-class _Band(NamedTuple):
-    """A mask function of transformers, as forge's options; -1 is no limit."""
-
-    causal: bool = False
-    left: int = -1
-    right: int = -1
-
-    def __and__(self, other: _Band) -> _Band:
-        return _Band(
-            self.causal or other.causal,
-            _tighter(self.left, other.left),
-            _tighter(self.right, other.right),
-        )
-
-
-def _tighter(one: int, other: int) -> int:
-    return max(one, other) if -1 in (one, other) else min(one, other)
-
-
-def _captured(function: object, maker: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the one value that a function of ``maker`` has captured; None for other functions."""
-    if getattr(function, "__code__", None) is not maker(*arguments).__code__:
-        return None
-    cells: tuple[Any, ...] = getattr(function, "__closure__", None) or ()
-    return cells[0].cell_contents if len(cells) == 1 else None
-
-
-def _band_of(function: Any) -> _Band | None:
-    """Return what a mask function lets a query see; None where no band says it."""
-    if function is masking_utils.causal_mask_function:
-        return _Band(causal=True)
-    if function is masking_utils.bidirectional_mask_function:
-        return _Band()
-    width = _captured(function, masking_utils.sliding_window_overlay, 1)
-    if width is not None:
-        return _Band(left=width - 1)
-    distance = _captured(function, masking_utils.sliding_window_bidirectional_overlay, 1)
-    if distance is not None:
-        return _Band(left=distance, right=distance)
-    band = _Band()
-    for part in _captured(function, masking_utils.and_masks) or (None,):
-        of_part = None if part is None else _band_of(part)
-        if of_part is None:
-            return None
-        band &= of_part
-    return band
-
-
 def _check_library() -> None:
-    """Hold what _mask expects, and what _band_of reads out of mask functions, against the library.
+    """Hold what _mask expects, and what band_of reads out of mask functions, against the library.
 
     Raises:
         RuntimeError: the installed transformers builds its masks in another way.
@@ -106,7 +66,7 @@ def _check_library() -> None:
         masking_utils.sliding_window_bidirectional_mask_function(3),
     )
     for function in functions:
-        band = _band_of(function)
+        band = band_of(function)
         if band is not None:
             seen = torch.ones(8, 8, dtype=torch.bool)
             seen &= (j <= i) | (not band.causal)
@@ -126,33 +86,6 @@ def _version() -> str:
     return str(transformers.__version__)
 
 
-def _key_ranges(
-    padding: Tensor | None, kv_length: int, kv_offset: int
-) -> list[tuple[int, int]] | None:
-    """Return (first, one past the last) unpadded key of each sequence; None: all of them."""
-    if padding is None:
-        return None
-    inside = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-    length = inside.shape[1]
-    counts = inside.sum(1).tolist()
-    if length == kv_length and all(count == length for count in counts):
-        return None
-    # Keys beyond the mask are padding too, as in transformers' own masks.
-    starts = inside.to(torch.uint8).argmax(1).tolist() if length else [0] * len(counts)
-    for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        if not bool(inside[b, start : start + count].all()):
-            raise ValueError(
-                "attention_mask must have its zeros left and right of one run of ones, got zeros "
-                f"between ones in sequence {b}; where a prompt is padded on the right, generate "
-                "from one padded on the left (tokenizer.padding_side = 'left'); a prefix before "
-                f"padding, or any other gap, forge cannot serve: {EAGER}"
-            )
-    return [
-        (start, start + count) if count else (0, 0)
-        for start, count in zip(starts, counts, strict=True)
-    ]
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads the padding's values
 def _mask(
     *,
@@ -163,64 +96,60 @@ def _mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
     **_: Any,
 ) -> CarriedMask:
-    """Build what transformers hands to each layer in place of a mask: forge's options.
-
-    Raises:
-        ValueError: packed sequences, chunked or blockwise masks, padding between tokens.
-    """
-    band = _band_of(mask_function)
-    if band is None:
-        raise ValueError(
-            "the mask must be causal, sliding-window or bidirectional with padding, got "
-            "another (packed sequences by position_ids, chunks, blocks of images, a function of "
-            f"your own); pad the batch instead of packing it, or {EAGER}"
-        )
+    """Build what transformers hands to each layer in place of a mask: forge's options."""
     if attention_mask is not None and attention_mask.shape[:-1] != (batch_size,):
         raise ValueError(
             f"attention_mask must be [B, T] of ones and zeros with B = {batch_size}, got "
             f"{list(attention_mask.shape)}"
         )
-    options: dict[str, Any] = {
-        "causal": band.causal,
-        "window": (band.left, band.right),
-        "query_offset": int(q_offset) - kv_offset,
-    }
-    ranges = _key_ranges(attention_mask, kv_length, kv_offset)
-    if ranges is not None:
-        options["key_start"], options["key_end"] = torch.tensor(ranges).unbind(1)
+    sizes = Sizes(batch_size, q_length, kv_length, int(q_offset), kv_offset)
+    options = options_of_function(mask_function, attention_mask, sizes, use_vmap)
     return CarriedMask((batch_size, q_length, kv_length), options)
 
 
-def _options_of(mask: Tensor, B: int, Tq: int, Tk: int, layer: str) -> dict[str, Any]:
-    """Return forge's options for a mask made by _mask, in a layer of these sizes."""
-    if not isinstance(mask, CarriedMask):
+def _options_of(mask: object, sizes: tuple[int, int, int, int], layer: str) -> dict[str, Any]:
+    """Return forge's options for the mask of a layer of these sizes, ``[B, H, Tq, Tk]``."""
+    if isinstance(mask, CarriedMask):
+        options, made_for = mask.options, tuple(mask.shape)
+    elif isinstance(mask, Tensor) and mask.dim() == 4:
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(
+                f"attn_implementation='forge' cannot serve this call: {layer} was handed a mask of "
+                f"{mask.dtype}; one with four axes must be bool, True being visible, or of "
+                f"floating-point numbers, added to the scores; or {EAGER}"
+            )
+        options, made_for = {}, tuple(mask.shape)
+    else:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
             f"attn_implementation='forge' cannot serve this call: {layer} was handed a mask {got} "
-            "that transformers' mask functions did not make for forge; the model builds its mask "
-            f"itself, or was given one that is not [B, T] of ones and zeros; {EAGER}"
+            f"where [B, heads, Tq, Tk] is expected; {EAGER}"
         )
-    made_for = (mask.shape[0], *mask.shape[2:])
-    if made_for not in ((B, Tq, Tk), (1, Tq, Tk)):
+    # What is carried counts positions: of its axes none but the batch may be of length 1.
+    free = (0, 1) if isinstance(mask, CarriedMask) else (0, 1, 2, 3)
+    if any(
+        extent != full and (extent != 1 or axis not in free)
+        for axis, (extent, full) in enumerate(zip(made_for, sizes, strict=True))
+    ):
         raise ValueError(
-            f"attn_implementation='forge' cannot serve this model: {layer} has {B} sequences of "
-            f"{Tq} queries and {Tk} keys, and was handed a mask for {made_for[0]} of "
-            f"{made_for[1]} and {made_for[2]}; {EAGER}"
+            f"attn_implementation='forge' cannot serve this model: {layer} has scores "
+            f"{list(sizes)}, and was handed a mask {list(made_for)}; {EAGER}"
         )
-    options = mask.options
-    if made_for[0] == B or "key_start" not in options:
-        return options
-    return {**options, **{name: options[name].expand(B) for name in ("key_start", "key_end")}}
+    if not isinstance(mask, CarriedMask):
+        options = options_of_mask(mask)
+    options = dict(options)
+    for name in ("key_start", "key_end"):
+        given = options.get(name)
+        if given is not None and len(given) != sizes[0]:
+            options[name] = given.expand(sizes[0], *given.shape[1:])
+    return options
 
 
 # What some models hand to their attention that forge's kernels do not know.
 _UNSUPPORTED = {
-    "position_bias": "biases on the scores",
-    "relative_position_bias": "biases on the scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "indices": "sparse attention",
     "block_indices": "sparse attention",
     "head_mask": "head masks",
@@ -228,38 +157,79 @@ _UNSUPPORTED = {
 }
 
 
-def _refuse(value: Tensor, query: Tensor, dropout: float, others: dict[str, Any]) -> None:
+def _refuse(dropout: float, others: dict[str, Any]) -> None:
     if dropout:
         raise ValueError(
             f"attention_dropout must be 0 in training, got {dropout}; build the model with the "
             "dropout of its attention at 0 (attention_dropout=0; BERT: "
-            f"attention_probs_dropout_prob=0; GPT-2: attn_pdrop=0), or {EAGER}"
+            f"attention_probs_dropout_prob=0; GPT-2: attn_pdrop=0; T5: dropout_rate=0), or {EAGER}"
         )
     for name, what in _UNSUPPORTED.items():
         given = others.get(name)
         if given is not None and given is not False:
             raise ValueError(f"{name} must not be given, forge has no {what}; {EAGER}")
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):  # eager attention does not look at them
-        if others.get(name) is not None:
-            raise ValueError(
-                f"{name} must not be given, forge has no packed sequences; pad the batch instead "
-                "of packing it"
-            )
-    if value.shape[-1] != query.shape[-1]:
-        raise ValueError(
-            f"value must have the head size of query, got {value.shape[-1]} and "
-            f"{query.shape[-1]}; {EAGER}"
-        )
 
 
-def _options_without_mask(is_causal: bool, window: int | None, Tq: int, Tk: int) -> dict[str, Any]:
-    """Return the options where a model builds no mask: causal or not, as with sdpa."""
+def _options_without_mask(
+    is_causal: bool, window: int | None, sizes: tuple[int, int], packed: bool
+) -> dict[str, Any]:
+    """Return the options where a model builds no mask: causal or not, as with sdpa.
+
+    With packed sequences it builds none because flash-attention would read all from what it gets.
+    """
+    Tq, Tk = sizes
+    if packed:
+        limit = -1 if window is None else window - 1
+        return {"causal": is_causal, "window": (limit, -1 if is_causal else limit)}
     if window is not None or (is_causal and 1 < Tq != Tk):
         raise ValueError(
             f"attn_implementation='forge' cannot serve this model: it makes no mask for {Tq} "
             f"queries and {Tk} keys (window {window}); {EAGER}"
         )
     return {"causal": is_causal and Tq > 1}
+
+
+def _packed_boundaries(
+    sizes: tuple[int, int, int], others: dict[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """Return where packed sequences' queries and keys begin, the last end among them, if given."""
+    B, Tq, Tk = sizes
+    of_queries, of_keys = (others.get(f"cu_seq_lens_{of}") for of in "qk")
+    if of_queries is None and of_keys is None:
+        return None
+    if B != 1:
+        raise ValueError(
+            f"cu_seq_lens_q must come with one row of sequences laid end to end, got B = {B}"
+        )
+    cu_q = boundaries("cu_seq_lens_q", of_keys if of_queries is None else of_queries, Tq)
+    cu_k = boundaries("cu_seq_lens_k", of_queries if of_keys is None else of_keys, Tk)
+    if len(cu_q) != len(cu_k):
+        raise ValueError(
+            f"cu_seq_lens_k must have {len(cu_q)} entries as cu_seq_lens_q has, got {len(cu_k)}"
+        )
+    return cu_q, cu_k
+
+
+def _score_tensors(query: Tensor, bias: Tensor | None, others: dict[str, Any]) -> dict[str, Any]:
+    """Return forge's ``bias`` and ``sinks`` of what the layer hands over, and of its mask."""
+
+    def fits(x: Tensor) -> Tensor:
+        return x if x.dtype in (torch.float32, query.dtype) else x.float()
+
+    position = others.get("position_bias")
+    if position is not None:
+        if not isinstance(position, Tensor) or position.dim() != 4:
+            raise ValueError(
+                "position_bias must be a tensor [B, heads, Tq, Tk], got "
+                f"{getattr(position, 'shape', type(position).__name__)}; {EAGER}"
+            )
+        bias = position if bias is None else position + bias
+    sinks = others.get("s_aux")
+    sinks = others.get("sinks") if sinks is None else sinks
+    if sinks is not None and sinks.dim() == 4:  # [B, H, Tq, 1], a sink of each query's own
+        sinks = sinks[..., 0]
+    found = {"bias": bias, "sinks": sinks}
+    return {name: fits(x) for name, x in found.items() if x is not None}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads options off the mask
@@ -277,14 +247,17 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention of a layer, in transformers' words; tensors are ``[B, heads, T, hd]``."""
-    _refuse(value, query, dropout, others)
-    Tq, Tk = query.shape[2], key.shape[2]
+    _refuse(dropout, others)
+    (B, H, Tq, _), Tk = query.shape, key.shape[2]
+    packed = _packed_boundaries((B, Tq, Tk), others)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        options = _options_without_mask(bool(causal), sliding_window, Tq, Tk)
+        options = _options_without_mask(bool(causal), sliding_window, (Tq, Tk), packed is not None)
     else:
-        layer = type(module).__name__
-        options = _options_of(attention_mask, query.shape[0], Tq, Tk, layer)
+        options = _options_of(attention_mask, (B, H, Tq, Tk), type(module).__name__)
+    if packed is not None:
+        options = within_sequences(options, *packed, (Tq, Tk))
+    options |= _score_tensors(query, options.get("bias"), others)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return attention(q, k, v, scale=scaling, softcap=softcap, **options), None
 
@@ -326,7 +299,8 @@ def register(name: str = "forge") -> None:
     """Make ``attn_implementation="forge"`` known to transformers. Calling it again does no harm.
 
     Args:
-        name: the name to register under.
+        name: the name to register under. ``"paged|eager"`` puts forge in the place of the eager
+            attention that transformers takes for continuous batching (``generate_batch``).
 
     Raises:
         RuntimeError: this version of transformers builds masks in a way that forge cannot read.

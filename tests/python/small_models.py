@@ -1,6 +1,7 @@
 """Small language models for the tests of forge.transformers, what they read, and their set-up."""
 
 import copy
+from collections import defaultdict
 
 import pytest
 from optional import need
@@ -79,3 +80,24 @@ def padding_mask(padding, length=LENGTH):
         elif count < 0:
             row[count:] = 0
     return mask
+
+
+def squares(x):
+    return float(x.double().square().sum())
+
+
+class Distances:
+    """Sums of squared distances from the float32 model, as parts of what it says."""
+
+    def __init__(self):
+        self.sums = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, name, exact, eager, ours):
+        whole = sum(squares(x) for x in exact)
+        for i, found in enumerate((eager, ours)):
+            apart = sum(squares(x - y) for x, y in zip(found, exact, strict=True))
+            self.sums[name][i] += apart / whole
+
+    def farther(self):
+        """How many times as far as eager's forge's are."""
+        return {name: (ours / eager) ** 0.5 for name, (eager, ours) in self.sums.items()}

@@ -5,7 +5,6 @@ compared is the root of the mean square over SEEDS models and prompts.
 """
 
 import re
-from collections import defaultdict
 
 import pytest
 from optional import need
@@ -18,6 +17,7 @@ from small_models import (  # noqa: E402
     CONFIGURATIONS,
     LENGTH,
     PADDING,
+    Distances,
     build,
     padding_mask,
     registered,  # noqa: F401
@@ -49,27 +49,6 @@ def training_step(model, ids, mask):
     found = {"logits": output.logits.detach()[mask.bool()]}
     found.update(zip(parameters, gradients, strict=True))
     return found
-
-
-def squares(x):
-    return float(x.double().square().sum())
-
-
-class Distances:
-    """Sums of squared distances from the float32 model, as parts of what it says."""
-
-    def __init__(self):
-        self.sums = defaultdict(lambda: [0.0, 0.0])
-
-    def add(self, name, exact, eager, ours):
-        whole = sum(squares(x) for x in exact)
-        for i, found in enumerate((eager, ours)):
-            apart = sum(squares(x - y) for x, y in zip(found, exact, strict=True))
-            self.sums[name][i] += apart / whole
-
-    def farther(self):
-        """How many times as far as eager's forge's are."""
-        return {name: (ours / eager) ** 0.5 for name, (eager, ours) in self.sums.items()}
 
 
 def kind(parameter):

@@ -14,16 +14,13 @@ import forge.transformers  # noqa: E402
 from small_models import (  # noqa: E402
     CONFIGURATIONS,
     LENGTH,
-    PADDING,
     build,
-    padding_mask,
     registered,  # noqa: F401
     tokens,
 )
 from transformers import masking_utils  # noqa: E402
 
 EAGER = "use attn_implementation='eager'"
-BOUNDARIES = torch.tensor([0, LENGTH // 2, LENGTH])
 
 
 @pytest.fixture(scope="module")
@@ -44,52 +41,18 @@ def mask_of(*values):
 
 # What only eager attention serves: the call, and what the message says of it.
 BY_EAGER = {
-    "four axes": (
-        lambda model: model(tokens(1), attention_mask=torch.zeros(1, 1, LENGTH, LENGTH)),
-        "LlamaAttention was handed a mask [1, 1, 20, 20] that transformers' mask functions did not",
-    ),
-    "four axes, one token": (
-        lambda model: model(tokens(1, 1), attention_mask=torch.zeros(1, 1, 1, 1)),
-        "was given one that is not [B, T] of ones and zeros",
-    ),
-    "holes": (
-        lambda model: model(tokens(1), attention_mask=mask_of(1, 0, 1)),
-        "attention_mask must have its zeros left and right of one run of ones, got zeros between "
-        "ones in sequence 0",
-    ),
-    "a prefix before padding on the left": (
-        lambda model: model(tokens(1), attention_mask=mask_of(1, 1, 0, 0)),
-        "a prefix before padding, or any other gap, forge cannot serve",
-    ),
-    "right padding while generating": (
-        lambda model: model.generate(
-            tokens(), attention_mask=padding_mask(PADDING["right"]), max_new_tokens=3
-        ),
-        "attention_mask must have its zeros left and right of one run of ones",
-    ),
-    "packed": (
+    "four axes of ints": (
         lambda model: model(
-            tokens(1), position_ids=torch.arange(LENGTH)[None] % 10, use_cache=False
+            tokens(1), attention_mask=torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.long)
         ),
-        "got another (packed sequences by position_ids",
+        "LlamaAttention was handed a mask of torch.int64; one with four axes must be bool, True "
+        "being visible, or of floating-point numbers",
     ),
     "weights": (
         lambda model: model(tokens(1), output_attentions=True),
         "output_attentions must not be given, forge has no attention weights as an output",
     ),
-    "chunks": (
-        lambda model: masking_utils.create_chunked_causal_mask(
-            chunked(model.config), torch.zeros(1, LENGTH, 8), None, None
-        ),
-        "the mask must be causal, sliding-window or bidirectional with padding",
-    ),
 }
-
-
-def chunked(configuration):
-    configuration = copy.deepcopy(configuration)
-    configuration.attention_chunk_size = 8
-    return configuration
 
 
 @pytest.mark.parametrize(("run", "said"), BY_EAGER.values(), ids=BY_EAGER)
@@ -100,31 +63,6 @@ def test_what_eager_attention_serves(llamas, run, said):
     assert message.endswith(EAGER)
     with torch.no_grad():
         assert run(eager) is not None
-
-
-@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens_q"])
-def test_instead_of_packing_the_batch_is_padded(llamas, by):
-    """Eager attention does not look at the boundaries: for them it is not recommended."""
-    ours, eager = llamas
-    ids, half = tokens(1), LENGTH // 2
-    positions = {"position_ids": torch.arange(LENGTH)[None] % half, "use_cache": False}
-    packed = {"position_ids": positions, "cu_seq_lens_q": {"cu_seq_lens_q": BOUNDARIES}}[by]
-    message = refused(lambda: ours(ids, **packed))
-    assert "pad the batch instead of packing it" in message
-    assert message.endswith(EAGER) is (by == "position_ids")
-    with torch.no_grad():
-        want = eager(ids, **positions).logits
-        got = ours(ids.view(2, half), attention_mask=torch.ones(2, half, dtype=torch.long)).logits
-    torch.testing.assert_close(got.reshape(want.shape), want, atol=1e-4, rtol=0)
-
-
-def test_a_prompt_is_padded_on_the_left(llamas):
-    ours, _ = llamas
-    prompt, mask = tokens(), padding_mask(PADDING["right"])
-    message = refused(lambda: ours.generate(prompt, attention_mask=mask, max_new_tokens=3))
-    assert "generate from one padded on the left (tokenizer.padding_side = 'left')" in message
-    mask = padding_mask(PADDING["left"])
-    assert ours.generate(prompt, attention_mask=mask, max_new_tokens=3).shape == (3, LENGTH + 3)
 
 
 SMALL = {"vocab_size": 97, "pad_token_id": 0}
@@ -157,17 +95,18 @@ def test_dropout_is_refused_in_training_only(configuration, name):
         model(tokens(1), labels=tokens(1)).loss.backward()
 
 
-@pytest.mark.parametrize("name", ["s_aux", "position_bias", "block_indices", "head_mask"])
+@pytest.mark.parametrize("name", ["indices", "block_indices", "head_mask"])
 def test_what_a_layer_adds_to_attention_is_refused(name):
     x = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match=f"{name} must not be given, forge has no .*; {EAGER}$"):
         forge.transformers._attention(None, x, x, x, None, **{name: torch.zeros(2)})
 
 
-def test_values_of_another_head_size_are_refused():
+@pytest.mark.parametrize("given", [torch.zeros(2), torch.zeros(2, 4, 4), 1.0], ids=str)
+def test_a_position_bias_without_four_axes_is_refused(given):
     x = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="value must have the head size of query, got 3 and 8"):
-        forge.transformers._attention(None, x, x, x[..., :3], None)
+    with pytest.raises(ValueError, match=rf"position_bias must be a tensor \[B, .*; {EAGER}$"):
+        forge.transformers._attention(None, x, x, x, None, position_bias=given)
 
 
 def carried(queries=9, keys=9):
@@ -177,8 +116,23 @@ def carried(queries=9, keys=9):
 @pytest.mark.parametrize("sizes", [(4, 5), (5, 4), (1, 4)])
 def test_a_mask_for_other_lengths_is_refused(sizes):
     x = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="handed a mask for 1 of {} and {}; ".format(*sizes)):
+    said = r"has scores \[1, 2, 4, 4\], and was handed a mask \[1, 1, {}, {}\]; ".format(*sizes)
+    with pytest.raises(ValueError, match=said + EAGER):
         forge.transformers._attention(None, x, x, x, carried(*sizes))
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(4, 4), torch.ones(1, 4), [[1, 1]]], ids=repr)
+def test_a_mask_without_four_axes_is_refused(mask):
+    x = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=rf"where \[B, heads, Tq, Tk\] is expected; {EAGER}$"):
+        forge.transformers._attention(None, x, x, x, mask)
+
+
+@pytest.mark.parametrize("axes", [(2, 1, 4, 4), (1, 3, 4, 4), (1, 1, 3, 4), (1, 1, 4, 5)])
+def test_a_tensor_of_other_lengths_is_refused(axes):
+    x = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=r"has scores \[1, 2, 4, 4\], and was handed a mask"):
+        forge.transformers._attention(None, x, x, x, torch.ones(axes, dtype=torch.bool))
 
 
 # What a model may do to a mask of its own, with scores s.
@@ -227,7 +181,7 @@ def test_what_stands_in_for_a_mask_cannot_be_used_as_one(use):
 
 def test_what_stands_in_for_a_mask_can_be_handed_on():
     mask = forge.transformers._mask(
-        batch_size=2, q_length=9, kv_length=9, attention_mask=mask_of(0, 0)[:, :9].expand(2, -1)
+        batch_size=2, q_length=9, kv_length=9, attention_mask=torch.arange(9).expand(2, -1) > 1
     )
     assert (mask.shape, mask.dim(), mask.dtype) == ((2, 1, 9, 9), 4, torch.bool)
     for same in (

@@ -14,15 +14,12 @@ WIDTH = 120
 # What the words of a refusal come down to; the first that matches says it.
 REFUSALS = (
     ("computes attention itself and never calls", "attention of their own, out of forge's reach"),
-    ("forge has no attention sinks", "attention sinks"),
-    ("forge has no biases on the scores", "biases on the scores"),
     ("forge has no sparse attention", "sparse attention"),
-    ("value must have the head size of query", "values of another head size"),
-    ("the mask must be causal", "a mask that is no band: chunks, blocks"),
     ("on the mask that only forge's", "a mask that the model changes or adds itself"),
-    ("transformers' mask functions did not make", "a mask that the model makes itself"),
     ("makes no mask for", "no mask where positions matter"),
-    ("was handed a mask for", "a mask of other sizes than the layer"),
+    ("where [B, heads, Tq, Tk] is expected", "a mask without four axes"),
+    ("and was handed a mask [", "a mask of other sizes than the layer"),
+    ("position_bias must be a tensor", "a bias without four axes"),
 )
 
 
