@@ -19,6 +19,7 @@ from forge._calls import restored
 from forge._dtypes import BFloat16Bits
 from forge._options import MaskAndScale, head_counts, kernel_name
 from forge._saved import Kept
+from forge._scores import ScoreArrays
 
 
 class Options(NamedTuple):
@@ -27,6 +28,9 @@ class Options(NamedTuple):
     query_offset: Tensor | None
     key_start: Tensor | None
     key_end: Tensor | None
+    bias: Tensor | None
+    mask: Tensor | None
+    sinks: Tensor | None
     causal: bool
     window: Sequence[int]
     """(left, right), -1 for no limit."""
@@ -43,24 +47,33 @@ class Options(NamedTuple):
             "window": tuple(self.window),
             "softcap": self.softcap,
             "scale": self.scale,
-            "query_offset": _positions_array(self.query_offset),
-            "key_start": _positions_array(self.key_start),
-            "key_end": _positions_array(self.key_end),
+            "query_offset": _optional_array(self.query_offset),
+            "key_start": _optional_array(self.key_start),
+            "key_end": _optional_array(self.key_end),
+        }
+
+    def score_arrays(self) -> dict[str, Any]:
+        return {
+            "bias": _optional_array(self.bias),
+            "mask": _optional_array(self.mask),
+            "sinks": _optional_array(self.sinks),
         }
 
 
 _OPTIONS = (
-    "Tensor? query_offset, Tensor? key_start, Tensor? key_end, bool causal, int[] window, "
-    "float? softcap, float? scale, int? num_heads, int? num_kv_heads, "
-    "str? kernel, str? backend"
+    "Tensor? query_offset, Tensor? key_start, Tensor? key_end, Tensor? bias, Tensor? mask, "
+    "Tensor? sinks, bool causal, int[] window, float? softcap, float? scale, int? num_heads, "
+    "int? num_kv_heads, str? kernel, str? backend"
 )
 _FORWARD = (
     f"(Tensor q, Tensor k, Tensor v, {_OPTIONS})"
     " -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum, Tensor probs, Tensor kept)"
 )
+# dbias and dsinks are empty where they are not asked for.
 _BACKWARD = (
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, "
-    f"Tensor row_sum, Tensor probs, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)"
+    f"Tensor row_sum, Tensor probs, bool want_dbias, bool want_dsinks, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
 
 
@@ -85,7 +98,7 @@ def _is_half(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
-def _positions_array(tensor: Tensor | None) -> Array | None:
+def _optional_array(tensor: Tensor | None) -> Array | None:
     return None if tensor is None else _array(tensor)
 
 
@@ -96,6 +109,7 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor
         _array(k),
         _array(v),
         **given.mask_and_scale(),
+        **given.score_arrays(),
         num_heads=given.num_heads,
         num_kv_heads=given.num_kv_heads,
         kernel=given.kernel,
@@ -113,7 +127,7 @@ def _run_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     out, row_max, row_sum, probs = (_array(tensor) for tensor in rest[:4])
-    given = Options(*rest[4:])
+    given = Options(*rest[6:])
     saved = restored(
         {"q": _array(q), "k": _array(k), "v": _array(v)},
         Kept(out, row_max, row_sum, probs),
@@ -121,9 +135,25 @@ def _run_backward(
         heads=(given.num_heads, given.num_kv_heads),
         kernel=given.kernel,
         backend=given.backend,
+        shaping=ScoreArrays(**given.score_arrays()),
     )
-    gradients = attention_backward(_array(dout), saved, dlse=None if dlse is None else _array(dlse))
-    return tuple(_tensor(array) for array in gradients)
+    wanted = _wanted(*rest[4:6])
+    gradients = attention_backward(
+        _array(dout),
+        saved,
+        dlse=_optional_array(dlse),
+        dbias="dbias" in wanted or None,
+        dsinks="dsinks" in wanted or None,
+    )
+    made = dict(zip(("dq", "dk", "dv", *wanted), map(_tensor, gradients), strict=True))
+    for name, like in (("dbias", given.bias), ("dsinks", given.sinks)):
+        nothing = dout.new_empty(0)
+        made[name] = nothing if name not in made or like is None else made[name].to(like.dtype)
+    return tuple(made[name] for name in ("dq", "dk", "dv", "dbias", "dsinks"))
+
+
+def _wanted(want_dbias: bool, want_dsinks: bool) -> list[str]:
+    return ["dbias"] * want_dbias + ["dsinks"] * want_dsinks
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
@@ -133,34 +163,46 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
     rows = [q.new_empty((sizes.B, sizes.H, sizes.Tq), dtype=sums) for _ in range(3)]
     materialized = kernel_name(given.kernel) == "materialized"
     pairs = (sizes.B, sizes.H, sizes.Tq, sizes.Tk) if materialized else (0,)
-    kept = q.new_empty(q.shape if _is_half(q) else (0,), dtype=torch.float32)
-    return q.new_empty(q.shape), *rows, q.new_empty(pairs, dtype=sums), kept
+    width = sizes.hv if q.ndim == 4 else sizes.H * sizes.hv
+    shape = (*q.shape[:-1], width)
+    kept = q.new_empty(shape if _is_half(q) else (0,), dtype=torch.float32)
+    return q.new_empty(shape), *rows, q.new_empty(pairs, dtype=sums), kept
 
 
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    given, gradients = Options(*rest[6:]), [x.new_empty(x.shape) for x in (q, k, v)]
+    for want, like in zip(rest[4:6], (given.bias, given.sinks), strict=True):
+        nothing = dout.new_empty(0)
+        gradients.append(nothing if not want or like is None else like.new_empty(like.shape))
+    return tuple(gradients)
+
+
+_TENSORS = 6  # of the options, which come first
+_INPUTS = ("q", "k", "v", *Options._fields)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, *options = inputs
     out, _, row_max, row_sum, probs, kept = output
     out = kept if _is_half(q) else out
-    positions, ctx.options = options[:3], options[3:]
-    ctx.save_for_backward(q, k, v, out, row_max, row_sum, probs, *positions)
+    tensors, ctx.options = options[:_TENSORS], options[_TENSORS:]
+    ctx.save_for_backward(q, k, v, out, row_max, row_sum, probs, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    q, k, v, out, row_max, row_sum, probs, *positions = ctx.saved_tensors
+    q, k, v, out, row_max, row_sum, probs, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out, dtype=q.dtype)
+    needed = dict(zip(_INPUTS, ctx.needs_input_grad, strict=True))
     gradients = backward_op(
-        dout, dlse, q, k, v, out, row_max, row_sum, probs, *positions, *ctx.options
-    )
-    wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
-    return *(x if needed else None for x, needed in wanted), *(None for _ in Options._fields)
+        dout, dlse, q, k, v, out, row_max, row_sum, probs, needed["bias"], needed["sinks"],
+        *tensors, *ctx.options,
+    )  # fmt: skip
+    of = dict(zip(("q", "k", "v", "bias", "sinks"), gradients, strict=True))
+    return tuple(of[name] if needed[name] and name in of else None for name in _INPUTS)
 
 
 # Of PyTorch's kernels on the CPU, this one alone is differentiable twice and forward.

@@ -6,10 +6,9 @@ out = forge.jax.attention(q, k, v, causal=True, window=1024, softcap=50.0)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +21,18 @@ except ImportError as error:
     ) from error
 
 from forge._arrays import Array
-from forge._attention import attention_backward, attention_forward
-from forge._calls import restored
 from forge._dtypes import HALF, check_dtypes, wrong_dtype
+from forge._jax_host import Positions as HostPositions
+from forge._jax_host import (
+    Static,
+    backward_on_host,
+    differentiable_scores,
+    forward_on_host,
+    words_of,
+)
 from forge._options import (
     MaskAndScale,
+    Sizes,
     Window,
     as_int_array,
     backend_name,
@@ -34,28 +40,11 @@ from forge._options import (
     head_counts,
     kernel_name,
 )
-from forge._saved import Kept
+from forge._scores import check_extents, check_precision
 
 __all__ = ["attention"]
 
 Positions: TypeAlias = npt.ArrayLike | jax.Array | None
-
-
-class _Static(NamedTuple):
-    """What is known when JAX traces a call: hashable, one compiled program for each."""
-
-    ndim: int
-    B: int
-    options: tuple[tuple[str, Any], ...]
-    """Keyword arguments of forge.attention_forward but for the positions."""
-
-
-class _Positions(NamedTuple):
-    """Operands all, so that one program serves every position: a decode loop outside jit too."""
-
-    known: dict[str, Array]
-    """Those given as ints: words of int64, which JAX would cut to int32."""
-    traced: dict[str, jax.Array]
 
 
 def attention(
@@ -70,6 +59,9 @@ def attention(
     query_offset: Positions = None,
     key_start: Positions = None,
     key_end: Positions = None,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     kernel: str | None = None,
@@ -85,23 +77,29 @@ def attention(
         q: queries, ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]``: float32, float16 or bfloat16, or
             float64 (where JAX has it enabled) with ``kernel="materialized"``.
         k: keys, ``[B, Tk, Hkv, hd]`` or ``[B, Tk, Hkv * hd]``.
-        v: values, of k's shape.
+        v: values, of k's shape but for the last axis.
         causal: a query sees no key after its own position.
         window: an int >= 1, or ``(left, right)``.
         softcap: ``s = softcap * tanh(x / softcap)`` before the mask; None or 0: off.
         scale: factor of ``q . k``; ``1 / sqrt(hd)`` by default.
-        query_offset: key position of query 0, an int, or ints ``[B]`` as an array or a list;
-            ``Tk - Tq`` by default.
-        key_start: first visible key, an int or ints ``[B]``.
+        query_offset: key position of query ``i``, less ``i``: an int, or ints ``[B]`` or
+            ``[B, Tq]`` as an array or a list; ``Tk - Tq`` by default.
+        key_start: first visible key, an int or ints ``[B]`` or ``[B, Tq]``.
         key_end: one past the last visible key, likewise; give ``query_offset`` with it where
             :func:`forge.attention` asks for it.
+        bias: added to the scores after the softcap, differentiable: float32 or q's dtype, four
+            axes, each 1 or that of ``[B, H, Tq, Tk]``; -inf hides a key. Its gradient is computed
+            wherever q's is.
+        mask: bool, likewise four axes; True: visible.
+        sinks: one more logit for each row, with a value of 0, differentiable: ``[H]``, ``[B, H]``
+            or ``[B, H, Tq]``, float32 or q's dtype.
         num_heads: ``H``; needed for 3-D arrays.
         num_kv_heads: ``Hkv``; for 3-D arrays, ``H`` by default.
         kernel: ``"fused"`` (the default) or ``"materialized"``.
         backend: ``"cpu"`` or ``"metal"``; by default FORGE_BACKEND, else the first that serves.
 
     Returns:
-        An array of q's shape and dtype. Rows that see no key are 0.
+        An array of q's dtype, and of its shape but for v's head size. Rows that see no key are 0.
 
     Raises:
         TypeError: wrong types or dtypes. A forward-mode
@@ -114,6 +112,10 @@ def attention(
     arrays = {"q": q, "k": k, "v": v}
     for name, value in arrays.items():
         _check_array(name, value)
+    shaping = {"bias": bias, "mask": mask, "sinks": sinks}
+    shaping = {name: value for name, value in shaping.items() if value is not None}
+    for name, value in shaping.items():
+        _check_score_array(name, value)
     positions = {"query_offset": query_offset, "key_start": key_start, "key_end": key_end}
     traced = {name: value for name, value in positions.items() if isinstance(value, jax.Array)}
     known = {name: value for name, value in positions.items() if name not in traced}
@@ -127,13 +129,13 @@ def attention(
         "kernel": kernel,
         "backend": backend,
     }
-    fixed = _checked(arrays, options, known, traced)
-    words = {n: _words(as_int_array(n, x)) for n, x in known.items() if x is not None}
+    fixed = _checked(arrays, shaping, options, known, traced)
+    words = {n: words_of(as_int_array(n, x)) for n, x in known.items() if x is not None}
     # Under jax.shard_map an input that all devices share has the sum of their gradients: by way of
     # this mark, whose transpose adds up.
-    axes = _varying_axes(q, k, v, *traced.values())
-    q, k, v, traced = _varying((q, k, v, traced), axes)
-    out: jax.Array = _attention(fixed, q, k, v, _Positions(words, traced))
+    axes = _varying_axes(q, k, v, *shaping.values(), *traced.values())
+    q, k, v, shaping, traced = _varying((q, k, v, shaping, traced), axes)
+    out: jax.Array = _attention(fixed, q, k, v, shaping, HostPositions(words, traced))
     return out
 
 
@@ -162,21 +164,29 @@ def _varying(tree: Any, axes: frozenset[str]) -> Any:
 
 
 def _checked(
-    arrays: dict[str, Any], options: dict[str, Any], known: dict[str, Any], traced: dict[str, Any]
-) -> _Static:
+    arrays: dict[str, Any],
+    shaping: dict[str, Any],
+    options: dict[str, Any],
+    known: dict[str, Any],
+    traced: dict[str, Any],
+) -> Static:
     """Check what can be checked before anything runs, so that errors name the caller's line."""
     q, k, v = arrays.values()
     kernel = kernel_name(options["kernel"])
     check_dtypes({name: array.dtype.name for name, array in arrays.items()}, kernel, arrays)
     heads = head_counts(q, k, v, options["num_heads"], options["num_kv_heads"])
-    shaping = {name: options[name] for name in ("causal", "window", "softcap", "scale")}
+    of_scores = {name: options[name] for name in ("causal", "window", "softcap", "scale")}
     backend = backend_name(options["backend"])
     given = {**known, **dict.fromkeys(traced, 0)}  # given, with a value that is always in range
-    compiled_options(MaskAndScale(**shaping, **given), heads, _sums(q), kernel, backend)
+    compiled_options(MaskAndScale(**of_scores, **given), heads, _sums(q), kernel, backend)
     for name, value in traced.items():
-        _check_positions(name, value, heads.B)
+        _check_positions(name, value, (heads.B, heads.Tq))
+    for name, value in shaping.items():
+        check_extents(name, tuple(value.shape), heads)
+        if name != "mask":
+            check_precision(name, value.dtype.name, q.dtype.name, value)
     fixed = {**options, "kernel": kernel}
-    return _Static(q.ndim, heads.B, tuple(fixed.items()))
+    return Static(q.ndim, heads.B, tuple(fixed.items()))
 
 
 def _check_array(name: str, value: object) -> None:
@@ -186,80 +196,32 @@ def _check_array(name: str, value: object) -> None:
         raise TypeError(wrong_dtype(name, value.dtype, value))
 
 
+def _check_score_array(name: str, value: object) -> None:
+    if isinstance(value, jax.Array) and value.dtype == np.bool_:
+        if name != "mask":
+            raise TypeError(
+                f"{name} must be of floating-point numbers, got bool; that is mask={name}"
+            )
+    elif name == "mask":
+        floats = isinstance(value, jax.Array) and value.dtype.kind == "f"
+        got = value.dtype if isinstance(value, jax.Array) else type(value).__name__
+        raise TypeError(
+            f"mask must be a jax.Array of bool, got {got}{'; that is bias=mask' * floats}"
+        )
+    else:
+        _check_array(name, value)
+
+
 def _sums(q: Any) -> np.dtype[Any]:
     """The dtype of row statistics."""
     return np.dtype(np.float32) if q.dtype.name in HALF else np.dtype(q.dtype)
 
 
-def _words(positions: int | Array) -> Array:
-    """Positions as two words each, on a last axis."""
-    return np.asarray(positions).astype(np.int64)[..., None].view(np.int32)
-
-
-def _whole(words: Array) -> Array:
-    positions: Array = np.ascontiguousarray(words).view(np.int64)[..., 0]
-    return positions
-
-
-def _check_positions(name: str, value: Any, B: int) -> None:
+def _check_positions(name: str, value: Any, rows: tuple[int, int]) -> None:
     if value.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be an int or an int array [B], got {value.dtype}")
-    if value.shape not in ((), (B,)):
-        raise ValueError(f"{name} must have shape () or ({B},), got {value.shape}")
-
-
-def _folded(x: Any, leading: int) -> Array:
-    """The axes that vmap put in front, and the batch axis, as one."""
-    array = np.asarray(x)
-    return array.reshape(math.prod(array.shape[: leading + 1]), *array.shape[leading + 1 :])
-
-
-def _keywords(fixed: _Static, given: _Positions, leading: int, batch: int) -> dict[str, Any]:
-    """Options and positions of a call whose batch is ``batch`` sequences, vmap's included."""
-    arrays = {name: _whole(np.asarray(words)) for name, words in given.known.items()}
-    arrays |= {name: np.asarray(value) for name, value in given.traced.items()}
-    positions = {}
-    for name, array in arrays.items():
-        if array.ndim == leading:  # one int for a whole batch
-            array = np.broadcast_to(array[..., None], (*array.shape, fixed.B))
-        positions[name] = array.reshape(batch)
-    return {**dict(fixed.options), **positions}
-
-
-def _host_forward(fixed: _Static, q: Any, k: Any, v: Any, positions: _Positions) -> list[Array]:
-    leading = q.ndim - fixed.ndim
-    arrays = [_folded(x, leading) for x in (q, k, v)]
-    keywords = _keywords(fixed, positions, leading, arrays[0].shape[0])
-    out, saved = attention_forward(*arrays, **keywords)
-    results = [out, saved.row_max, saved.row_sum]
-    if saved._probs is not None:
-        results.append(saved._probs)
-    if saved.out is not out:
-        results.append(saved.out)
-    return [x.reshape(*q.shape[: leading + 1], *x.shape[1:]) for x in results]
-
-
-def _host_backward(
-    fixed: _Static, inputs: tuple[Any, ...], positions: _Positions, kept: list[Any], dout: Any
-) -> list[Array]:
-    leading = dout.ndim - fixed.ndim
-    arrays = {name: _folded(x, leading) for name, x in zip("qkv", inputs, strict=True)}
-    keywords = _keywords(fixed, positions, leading, arrays["q"].shape[0])
-    heads = keywords.pop("num_heads"), keywords.pop("num_kv_heads")
-    kernel, backend = keywords.pop("kernel"), keywords.pop("backend")
-    out, row_max, row_sum, *more = (_folded(x, leading) for x in kept)
-    if arrays["q"].dtype.name in HALF:
-        out = more.pop()
-    saved = restored(
-        dict(arrays),
-        Kept(out, row_max, row_sum, *more),
-        MaskAndScale(**keywords),
-        heads=heads,
-        kernel=kernel,
-        backend=backend,
-    )
-    gradients = attention_backward(_folded(dout, leading), saved)
-    return [x.reshape(*dout.shape[: leading + 1], *x.shape[1:]) for x in gradients]
+        raise TypeError(f"{name} must be an int or an int array, [B] or [B, Tq], got {value.dtype}")
+    if value.shape not in ((), rows[:1], rows):
+        raise ValueError(f"{name} must have shape () or {rows[:1]} or {rows}, got {value.shape}")
 
 
 @dataclass(frozen=True)
@@ -271,14 +233,14 @@ class _OnHost:
     """
 
     function: Callable[..., list[Array]]
-    fixed: _Static
+    fixed: Static
 
     def __call__(self, *given: Any) -> list[Array]:
         return self.function(self.fixed, *given)
 
 
 def _forward_callback(
-    fixed: _Static, q: jax.Array, k: jax.Array, v: jax.Array, positions: _Positions
+    fixed: Static, q: Any, k: Any, v: Any, shaping: dict[str, Any], positions: HostPositions
 ) -> Any:
     options = dict(fixed.options)
     sizes = head_counts(q, k, v, options["num_heads"], options["num_kv_heads"])
@@ -286,27 +248,39 @@ def _forward_callback(
     if options["kernel"] == "materialized":
         shapes.append((sizes.B, sizes.H, sizes.Tq, sizes.Tk))
     if q.dtype.name in HALF:  # o as exact as its sums are, for the backward
-        shapes.append(q.shape)
+        shapes.append(_output_shape(q, sizes))
     kept = [jax.ShapeDtypeStruct(shape, _sums(q)) for shape in shapes]
     results = jax.pure_callback(
-        _OnHost(_host_forward, fixed),
-        [jax.ShapeDtypeStruct(q.shape, q.dtype), *kept],
+        _OnHost(forward_on_host, fixed),
+        [jax.ShapeDtypeStruct(_output_shape(q, sizes), q.dtype), *kept],
         q,
         k,
         v,
+        shaping,
         positions,
         vmap_method="broadcast_all",
     )
     return _varying(results, _varying_axes(q))
 
 
+def _output_shape(q: Any, sizes: Sizes) -> tuple[int, ...]:
+    return (*q.shape[:-1], sizes.hv if q.ndim == 4 else sizes.H * sizes.hv)
+
+
 def _backward_callback(
-    fixed: _Static, inputs: tuple[Any, ...], positions: _Positions, kept: list[Any], dout: Any
+    fixed: Static,
+    inputs: tuple[Any, ...],
+    shaping: dict[str, Any],
+    positions: HostPositions,
+    kept: list[Any],
+    dout: Any,
 ) -> Any:
+    like = [*inputs, *differentiable_scores(shaping).values()]
     gradients = jax.pure_callback(
-        _OnHost(_host_backward, fixed),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs],
+        _OnHost(backward_on_host, fixed),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
         inputs,
+        shaping,
         positions,
         kept,
         dout,
@@ -318,7 +292,7 @@ def _backward_callback(
 def _without_derivative(callback: Any) -> Any:
     """The callback, with a clear error where JAX asks for its derivative."""
 
-    def refuse(fixed: _Static, residuals: None, cotangents: Any) -> Any:
+    def refuse(fixed: Static, residuals: None, cotangents: Any) -> Any:
         raise NotImplementedError(
             "forge.jax.attention has first derivatives only, got a derivative of its gradient; "
             "where second derivatives are needed, use jax.nn.dot_product_attention"
@@ -333,17 +307,25 @@ _forward = _without_derivative(_forward_callback)
 _backward = _without_derivative(_backward_callback)
 
 
-def _value(fixed: _Static, q: Any, k: Any, v: Any, positions: _Positions) -> Any:
-    return _forward(fixed, q, k, v, positions)[0]
+def _value(
+    fixed: Static, q: Any, k: Any, v: Any, shaping: dict[str, Any], positions: HostPositions
+) -> Any:
+    return _forward(fixed, q, k, v, shaping, positions)[0]
 
 
-def _value_and_residuals(fixed: _Static, q: Any, k: Any, v: Any, positions: _Positions) -> Any:
-    kept = _forward(fixed, q, k, v, positions)
-    return kept[0], ((q, k, v), positions, kept)
+def _value_and_residuals(
+    fixed: Static, q: Any, k: Any, v: Any, shaping: dict[str, Any], positions: HostPositions
+) -> Any:
+    kept = _forward(fixed, q, k, v, shaping, positions)
+    return kept[0], ((q, k, v), shaping, positions, kept)
 
 
-def _gradients(fixed: _Static, residuals: Any, dout: Any) -> Any:
-    return *_backward(fixed, *residuals, dout), None  # positions have no gradient
+def _gradients(fixed: Static, residuals: Any, dout: Any) -> Any:
+    shaping = residuals[1]
+    dq, dk, dv, *more = _backward(fixed, *residuals, dout)
+    of_scores = dict.fromkeys(shaping)  # a mask has no gradient, nor have positions
+    of_scores |= dict(zip(differentiable_scores(shaping), more, strict=True))
+    return dq, dk, dv, of_scores, None
 
 
 _differentiable = jax.custom_vjp(_value, nondiff_argnums=(0,))

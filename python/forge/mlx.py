@@ -43,6 +43,9 @@ def attention(
     query_offset: Positions = None,
     key_start: Positions = None,
     key_end: Positions = None,
+    bias: mx.array | None = None,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     kernel: str | None = None,
@@ -58,23 +61,29 @@ def attention(
         q: queries, ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]``: float32, float16 or bfloat16, or
             float64 with ``kernel="materialized"``.
         k: keys, ``[B, Tk, Hkv, hd]`` or ``[B, Tk, Hkv * hd]``.
-        v: values, of k's shape.
+        v: values, of k's shape but for the last axis.
         causal: a query sees no key after its own position.
         window: an int >= 1, or ``(left, right)``.
         softcap: ``s = softcap * tanh(x / softcap)`` before the mask; None or 0: off.
         scale: factor of ``q . k``; ``1 / sqrt(hd)`` by default.
-        query_offset: key position of query 0, an int, or ints ``[B]`` as an array, MLX's or
-            NumPy's, or a list; ``Tk - Tq`` by default.
-        key_start: first visible key, an int or ints ``[B]``.
+        query_offset: key position of query ``i``, less ``i``: an int, or ints ``[B]`` or
+            ``[B, Tq]`` as an array, MLX's or NumPy's, or a list; ``Tk - Tq`` by default.
+        key_start: first visible key, an int or ints ``[B]`` or ``[B, Tq]``.
         key_end: one past the last visible key, likewise; give ``query_offset`` with it where
             :func:`forge.attention` asks for it.
+        bias: added to the scores after the softcap, differentiable: float32 or q's dtype, four
+            axes, each 1 or that of ``[B, H, Tq, Tk]``; -inf hides a key.
+        mask: bool, likewise four axes; True: visible. Or ``"causal"``, as in
+            ``mx.fast.scaled_dot_product_attention``: what ``causal=True`` says.
+        sinks: one more logit for each row, with a value of 0, differentiable: ``[H]``, ``[B, H]``
+            or ``[B, H, Tq]``, float32 or q's dtype.
         num_heads: ``H``; needed for 3-D arrays.
         num_kv_heads: ``Hkv``; for 3-D arrays, ``H`` by default.
         kernel: ``"fused"`` (the default) or ``"materialized"``.
         backend: ``"cpu"`` or ``"metal"``; by default FORGE_BACKEND, else the first that serves.
 
     Returns:
-        An array of q's shape and dtype. Rows that see no key are 0.
+        An array of q's dtype, and of its shape but for v's head size. Rows that see no key are 0.
 
     Raises:
         TypeError: wrong types or dtypes.
@@ -88,8 +97,24 @@ def attention(
         _check_array(name, value)
     dtypes = {name: str(value.dtype).rpartition(".")[2] for name, value in arrays.items()}
     check_dtypes(dtypes, kernel_name(kernel), dict(arrays))
-    positions = {"query_offset": query_offset, "key_start": key_start, "key_end": key_end}
-    _evaluate(q, k, v, *(value for value in positions.values() if isinstance(value, mx.array)))
+    scores = {name: x for name, x in (("bias", bias), ("sinks", sinks)) if x is not None}
+    for name, value in scores.items():
+        _check_score_array(name, value)
+    if isinstance(mask, str):
+        if mask != "causal":
+            raise ValueError(f"mask must be an mx.array or 'causal', got {mask!r}")
+        causal, mask = True, None
+    if mask is not None and not (isinstance(mask, mx.array) and mask.dtype == mx.bool_):
+        got = mask.dtype if isinstance(mask, mx.array) else type(mask).__name__
+        floats = isinstance(mask, mx.array) and mx.issubdtype(mask.dtype, mx.floating)
+        raise TypeError(
+            f"mask must be an mx.array of bool, or 'causal', got {got}"
+            f"{'; that is bias=mask' * floats}"
+        )
+    given = {
+        "query_offset": query_offset, "key_start": key_start, "key_end": key_end, "mask": mask
+    }  # fmt: skip
+    _evaluate(q, k, v, *scores.values(), *(x for x in given.values() if isinstance(x, mx.array)))
     options = {
         "causal": causal,
         "window": window,
@@ -101,44 +126,54 @@ def attention(
         "backend": backend,
         **{
             name: np.asarray(value) if isinstance(value, mx.array) else value
-            for name, value in positions.items()
+            for name, value in given.items()
         },
     }
-    out: mx.array = _differentiable(options)(q, k, v)
+    out: mx.array = _differentiable(options, list(scores))(q, k, v, *scores.values())
     return out
 
 
-def _differentiable(options: dict[str, Any]) -> Any:
-    """Return attention with these options as a function of q, k and v that MLX can differentiate.
+def _differentiable(options: dict[str, Any], scores: list[str]) -> Any:
+    """Return attention with these options as a function that MLX can differentiate.
 
-    One call, one function: what the forward saves waits in it for the backward.
+    Of q, k, v and what ``scores`` names, of bias and sinks. One call, one function: what the
+    forward saves waits in it for the backward.
     """
     kept = {}
 
-    def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        out = None if q.dtype == mx.bfloat16 else _new(q)
+    def forward(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> mx.array:
+        of_scores = {name: _readable(x) for name, x in zip(scores, more, strict=True)}
+        given: dict[str, Any] = {**options, **of_scores}
+        out = None
+        if q.dtype != mx.bfloat16 and v.shape == k.shape:  # else its shape is not known yet
+            out = _new(q)
         into = None if out is None else np.asarray(out)
         inputs = (_readable(x) for x in (q, k, v))
-        made, kept["saved"] = attention_forward(*inputs, out=into, **options)
-        return _bfloat16(made) if out is None else out
+        made, kept["saved"] = attention_forward(*inputs, out=into, **given)
+        if out is not None:
+            return out
+        return _bfloat16(made) if q.dtype == mx.bfloat16 else mx.array(made)
 
-    def backward(
-        q: mx.array, k: mx.array, v: mx.array, dout: mx.array
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    def backward(*given: mx.array) -> tuple[mx.array, ...]:
+        *inputs, dout = given
         _evaluate(dout)
         gradients = {
             name: None if x.dtype == mx.bfloat16 else _new(x)
-            for name, x in (("dq", q), ("dk", k), ("dv", v))
+            for name, x in zip(("dq", "dk", "dv"), inputs, strict=False)
         }
         into: dict[str, Any] = {
             name: None if x is None else np.asarray(x) for name, x in gradients.items()
         }
+        into |= {f"d{name}": True for name in scores}
         made = attention_backward(_readable(dout), kept["saved"], **into)
-        dq, dk, dv = (
+        of_inputs = (
             _bfloat16(array) if x is None else x
-            for array, x in zip(made, gradients.values(), strict=True)
+            for array, x in zip(made, gradients.values(), strict=False)
         )
-        return dq, dk, dv
+        of_scores = (
+            mx.array(array).astype(x.dtype) for array, x in zip(made[3:], inputs[3:], strict=True)
+        )
+        return *of_inputs, *of_scores
 
     # Without these two MLX would take the results for constants: second derivatives of zero.
     first_derivative = mx.custom_function(backward)
@@ -155,6 +190,12 @@ def _check_array(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an mx.array, got {type(value).__name__}")
     if value.dtype not in (mx.float32, mx.float64, mx.float16, mx.bfloat16):
         raise TypeError(wrong_dtype(name, value.dtype, value))
+
+
+def _check_score_array(name: str, value: object) -> None:
+    if isinstance(value, mx.array) and value.dtype == mx.bool_:
+        raise TypeError(f"{name} must be of floating-point numbers, got bool; that is mask={name}")
+    _check_array(name, value)
 
 
 def _evaluate(*arrays: mx.array) -> None:

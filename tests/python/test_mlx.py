@@ -53,6 +53,59 @@ def assert_close(got, want):
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=3e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bias_mask_and_sinks_with_their_gradients(takes_options, rng, dtype, kernel, backend):
+    if dtype != "float32" and kernel == "materialized":
+        pytest.skip("the materialized kernels take no half precision")
+    arrays = random_inputs(rng, B=2, Tq=5, Tk=7, H=4, Hkv=2, hd=8, hv=6)
+    q, k, v, dout = (mx.array(x).astype(getattr(mx, dtype)) for x in arrays)
+    bias = mx.array(rng.standard_normal((1, 4, 1, 7)).astype(np.float32)).astype(q.dtype)
+    sinks = mx.array(rng.standard_normal(4).astype(np.float32))
+    mask = mx.array(rng.random((2, 1, 5, 7)) < 0.7)
+    options = {"kernel": kernel, "backend": backend}
+    wide = [np.asarray(x.astype(mx.float32)) for x in (q, k, v, bias, dout)]
+    out, saved = forge.attention_forward(
+        *wide[:3], bias=wide[3], mask=np.asarray(mask), sinks=np.asarray(sinks), **options
+    )
+    want = forge.attention_backward(wide[4], saved, dbias=True, dsinks=True)
+
+    def weighed(q, k, v, bias, sinks):
+        got = fm.attention(q, k, v, bias=bias, mask=mask, sinks=sinks, **options)
+        return (got * dout).sum()
+
+    got = fm.attention(q, k, v, bias=bias, mask=mask, sinks=sinks, **options)
+    tolerance = 1e-6 if dtype == "float32" else 2.0**-7
+    np.testing.assert_allclose(np.asarray(got.astype(mx.float32)), out, tolerance, tolerance)
+    found = mx.grad(weighed, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, sinks)
+    for gradient, expected, like in zip(found, want, (q, k, v, bias, sinks), strict=True):
+        assert gradient.dtype == like.dtype
+        np.testing.assert_allclose(
+            np.asarray(gradient.astype(mx.float32)), expected, tolerance, tolerance
+        )
+
+
+def test_a_mask_may_say_causal(rng, kernel, backend):
+    q, k, v, _ = mlx_arrays(rng, B=2, Tq=5, Tk=7, H=4, Hkv=2)
+    options = {"kernel": kernel, "backend": backend}
+    np.testing.assert_array_equal(
+        fm.attention(q, k, v, mask="causal", **options),
+        fm.attention(q, k, v, causal=True, **options),
+    )
+
+
+def test_wrong_score_arrays_are_refused_in_words(rng):
+    q, k, v, _ = mlx_arrays(rng, B=2, Tq=5, Tk=7, H=4, Hkv=2)
+    for error, pattern, options in (
+        (ValueError, "^mask must be an mx.array or 'causal', got 'full'", {"mask": "full"}),
+        (TypeError, "^mask must be an mx.array of bool.*float32; that is bias=mask",
+         {"mask": mx.zeros((1, 1, 5, 7))}),
+        (TypeError, "^bias .*that is mask=bias", {"bias": mx.ones((1, 1, 5, 7), mx.bool_)}),
+        (ValueError, r"^bias must have shape .*bias\[None, None\]", {"bias": mx.zeros((5, 7))}),
+    ):  # fmt: skip
+        with pytest.raises(error, match=pattern):
+            fm.attention(q, k, v, **options)
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_it_computes_what_forge_attention_computes(rng, options, kernel, backend):
     arrays = random_inputs(rng, B=2, Tq=5, Tk=7, H=4, Hkv=2)

@@ -84,41 +84,41 @@ def test_torch_tensors_elsewhere(libraries, qkv):
     assert recommended(message, libraries)(*elsewhere).shape == qkv[0].shape
 
 
-def test_torch_masks(libraries, qkv):
-    """Each kind of mask by what the message names for it, against the mask itself."""
+def test_torch_dropout(libraries, qkv):
+    message = refused(ValueError, drop_in, *qkv, dropout_p=0.5)
+    assert recommended(message, libraries)(*qkv, dropout_p=0.5).shape == qkv[0].shape
+    assert drop_in(*qkv, dropout_p=0).shape == qkv[0].shape
+
+
+def test_torch_causal_with_a_mask(libraries, qkv):
+    """Both ways that the message names: causal in the mask, and forge.torch.attention."""
     import forge.torch
 
-    torch, F = libraries["torch"], libraries["F"]
+    torch = libraries["torch"]
     T = qkv[0].shape[2]
     i, j = torch.arange(T)[:, None], torch.arange(T)[None]
-    message = refused(ValueError, drop_in, *qkv, attn_mask=j <= i)
-    assert "causal mask give is_causal=True" in message
-    got, want = drop_in(*qkv, is_causal=True), F.scaled_dot_product_attention(*qkv, j <= i)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    named = re.search(r"use forge\.torch\.attention with (.*?); for any other", message)[1]
-    options = {"key_start": 1, "key_end": T - 1, "window": (2, 1), "query_offset": 1}
-    assert set(re.findall(r"\w+", named)) - {"and"} == set(options)
-    got = forge.torch.attention(*(x.transpose(1, 2) for x in qkv), **options)
-    mask = (j >= 1) & (j < T - 1) & (j - (i + 1) <= 1) & (i + 1 - j <= 2)
-    want = F.scaled_dot_product_attention(*qkv, mask).transpose(1, 2)
-    seen = mask.any(1)
-    torch.testing.assert_close(got[:, seen], want[:, seen], rtol=1e-5, atol=1e-6)
-    other = (i + j) % 3 == 0
-    out = recommended(message, libraries)(*qkv, other | (i == j))
-    assert bool(torch.isfinite(out).all())
+    mask = (i + j) % 3 != 0
+    message = refused(ValueError, drop_in, *qkv, attn_mask=mask, is_causal=True)
+    assert "use forge.torch.attention with causal=True and mask= or bias=" in message
+    got = drop_in(*qkv, attn_mask=mask & (j <= i))
+    turned = (x.transpose(1, 2) for x in qkv)
+    want = forge.torch.attention(*turned, causal=True, mask=mask[None, None]).transpose(1, 2)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-def test_torch_dropout_and_values_of_another_head_size(libraries, qkv):
-    torch, F = libraries["torch"], libraries["F"]
-    q, k, v = qkv
-    message = refused(ValueError, drop_in, *qkv, dropout_p=0.5)
-    assert recommended(message, libraries)(*qkv, dropout_p=0.5).shape == q.shape
-    assert drop_in(*qkv, dropout_p=0).shape == q.shape
-    message = refused(ValueError, drop_in, q, k, v[..., :3])
-    want = recommended(message, libraries)(q, k, v[..., :3])
-    assert "or pad value with zeros and cut the result" in message
-    padded = drop_in(q, k, F.pad(v[..., :3], (0, v.shape[-1] - 3)))[..., :3]
-    torch.testing.assert_close(padded, want, rtol=1e-5, atol=1e-6)
+def test_masks_of_the_wrong_rank_say_how_to_write_them(rng):
+    import forge
+
+    q, k, v, _ = random_inputs(rng, B=2, Tq=5, Tk=6, H=4, Hkv=2)
+    for shape, way in (
+        ((5, 6), "mask[None, None]"),
+        ((4, 5, 6), "mask[None]"),
+        ((2, 5, 6), "mask[:, None]"),
+    ):
+        mask = rng.random(shape) < 0.8
+        message = refused(ValueError, forge.attention, q, k, v, mask=mask)
+        assert way in message
+        assert forge.attention(q, k, v, mask=eval(way, {"mask": mask})).shape == q.shape
 
 
 def test_jax_second_derivatives(rng):

@@ -181,8 +181,10 @@ def test_the_operator_is_registered_as_torch_wants_it(rng, name):
     from forge._torch_ops import Options, forward_op
 
     q, k, v, _ = (x.requires_grad_() for x in tensors(rng, B=2, Tq=5, Tk=7, H=4, Hkv=2))
+    bias, sinks = torch.randn(1, 4, 1, 7, requires_grad=True), torch.randn(4, requires_grad=True)
     options = Options(
         torch.tensor(2), torch.tensor(1), torch.tensor([6, 7]),
+        bias, torch.ones(1, 1, 5, 7, dtype=torch.bool), sinks,
         True, (3, -1), 2.0, None, None, None, name, None,
     )  # fmt: skip
     assert set(torch.library.opcheck(forward_op, (q, k, v, *options)).values()) == {"SUCCESS"}
@@ -323,9 +325,15 @@ def test_the_drop_in_compiles():
 
 
 DROP_IN_WRONG = {
-    "mask": ({"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, ValueError, "key_start, key_end"),
+    "mask": ({"attn_mask": torch.ones(5, 4, dtype=torch.bool)}, ValueError, "attn_mask must broad"),
+    "an array for a mask": ({"attn_mask": np.ones((5, 5), bool)}, TypeError, "attn_mask must be a"),
+    "a mask of ints": ({"attn_mask": torch.ones(5, 5).long()}, TypeError, "attn_mask must be bool"),
+    "causal with a mask": (
+        {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "is_causal": True},
+        ValueError,
+        "as in torch",
+    ),
     "dropout": ({"dropout_p": 0.1}, ValueError, "dropout_p must be 0, got 0.1"),
-    "value": ({"value": torch.zeros(1, 2, 5, 3)}, ValueError, "value must have the head size"),
     "gqa": ({"query": torch.zeros(1, 4, 5, 4)}, ValueError, "enable_gqa"),
     "ratio": ({"query": torch.zeros(1, 3, 5, 4), "enable_gqa": True}, ValueError, "multiple"),
     "rank": ({"key": torch.zeros(4)}, ValueError, "key must be"),
