@@ -12,6 +12,7 @@ from forge import _forge, kernels, plot
 from forge._arrays import as_int as _as_int
 from forge._arrays import empty
 from forge._attention import attention, attention_backward, attention_forward
+from forge._merge import merge, packed
 from forge._run import last_run
 from forge._saved import Saved
 
@@ -25,6 +26,8 @@ __all__ = [
     "empty",
     "kernels",
     "last_run",
+    "merge",
+    "packed",
     "plot",
     "set_num_threads",
 ]

@@ -11,6 +11,7 @@ import numpy as np
 from forge import _forge
 from forge._dtypes import (
     BFLOAT16_BITS,
+    BOOL,
     BFloat16Bits,
     Element,
     bfloat16_of_numpy,
@@ -48,10 +49,11 @@ class Input(NamedTuple):
     element: Element
 
 
-def as_input(name: str, value: object) -> Input:
+def as_input(name: str, value: object, *, any_strides: bool = False) -> Input:
     """Return ``value`` as an array that the kernels can read.
 
-    Nothing is cast: the dtype must be one that attention is computed in.
+    Nothing is cast: the dtype must be one that attention is computed in. ``any_strides``: the last
+    axis need not have unit stride.
 
     Raises:
         TypeError: ``value`` is no array, is not in the CPU's memory, has masked elements, or has
@@ -59,8 +61,24 @@ def as_input(name: str, value: object) -> Input:
         ImportError: ``value`` is bfloat16 of another library, and ml_dtypes is not there.
     """
     given, element = _as_elements(name, value)
-    array = read_as_stored(given, element)
-    reason = _why_copy(array)
+    return _taken(name, read_as_stored(given, element), element, any_strides)
+
+
+def as_mask(name: str, value: object) -> Input:
+    """Return a boolean array of any strides as the kernels can read it.
+
+    Raises:
+        TypeError: ``value`` is no array, is not in the CPU's memory, or is no array of bools.
+    """
+    array = _as_ndarray(name, value)
+    if array.dtype != np.bool_:
+        way_out = f"; that is bias={name}" if element_of(array.dtype) is not None else ""
+        raise TypeError(f"{name} must be bool, got {array.dtype}{way_out}")
+    return _taken(name, array, BOOL, any_strides=True)
+
+
+def _taken(name: str, array: Array, element: Element, any_strides: bool) -> Input:
+    reason = _why_copy(array, any_strides)
     if reason is None:
         return Input(array, array, IN_PLACE, element)
     check_memory({f"a copy of {name}": array.shape}, element.stored)
@@ -178,11 +196,13 @@ def plain(array: Array) -> Array:
     return view
 
 
-def _why_copy(array: Array) -> str | None:
+def _why_copy(array: Array, any_strides: bool = False) -> str | None:
     if not array.dtype.isnative:
         return "byte-swapped"
     if not array.flags.aligned:
         return "misaligned"
+    if any_strides:
+        return None
     if array.size and array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         return "last axis not of unit stride"
     return None

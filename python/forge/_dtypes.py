@@ -49,6 +49,7 @@ def _of_numpy(name: str) -> Element:
 HALF = ("float16", "bfloat16")
 FLOAT32 = _of_numpy("float32")
 _OF_NUMPY = {kind.name: kind for kind in (FLOAT32, _of_numpy("float64"), _of_numpy("float16"))}
+BOOL = _of_numpy("bool")
 BFLOAT16_BITS = Element("bfloat16", np.dtype(np.uint16), None)
 
 
@@ -82,6 +83,24 @@ def read_as_stored(array: Array, element: Element) -> Array:
     if array.dtype.name == "bfloat16":
         return array.view(element.stored)
     return array
+
+
+def as_float32(array: Array, element: Element) -> Array:
+    """Return elements as the compiled module takes them in float32; halves are widened, exactly."""
+    if element.name == "bfloat16":
+        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32) if element.is_half else array
+
+
+def as_stored(array: Array, element: Element) -> Array:
+    """Return float32 elements as the compiled module takes ``element``: rounded to nearest even."""
+    if element.name != "bfloat16":
+        with np.errstate(over="ignore"):
+            return array.astype(element.stored)
+    bits = array.astype(np.float32).view(np.uint32)
+    rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16
+    nan: Array = bits >> 16 | 0x40
+    return np.where(np.isnan(array), nan, rounded).astype(np.uint16)
 
 
 def check_dtypes(dtypes: dict[str, str], kernel: str, values: dict[str, object]) -> None:

@@ -31,6 +31,9 @@ def attention(
     query_offset: object,
     key_start: object,
     key_end: object,
+    bias: object,
+    mask: object,
+    sinks: object,
     num_heads: object,
     num_kv_heads: object,
     kernel: object,
@@ -49,13 +52,16 @@ def attention_forward(
     query_offset: object,
     key_start: object,
     key_end: object,
+    bias: object,
+    mask: object,
+    sinks: object,
     num_heads: object,
     num_kv_heads: object,
     kernel: object,
     backend: object,
     out: object,
     /,
-) -> tuple[Array, Array, Array, Options, tuple[int, int, int, int, int, int]] | None: ...
+) -> tuple[Array, Array, Array, Options, tuple[int, int, int, int, int, int, int]] | None: ...
 def attention_backward(
     dout: object,
     q: Array,

@@ -33,6 +33,9 @@ class Sizes:
     H: int
     Hkv: int
     hd: int
+    """Of q and k."""
+    hv: int
+    """Head dim of v and o."""
 
 
 def head_counts(
@@ -63,11 +66,14 @@ def head_counts(
             raise ValueError(
                 f"{name} must have the batch of {q_name}, got {array.shape[0]} and {q.shape[0]}"
             )
-    if v.shape != k.shape:
-        raise ValueError(f"{v_name} must have the shape of {k_name}, got {v.shape} and {k.shape}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"{v_name} must have the shape of {k_name} but for its last axis, got {v.shape} and "
+            f"{k.shape}"
+        )
     H = None if num_heads is None else as_int("num_heads", num_heads)
     Hkv = None if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads)
-    given = ((q_name, q), (k_name, k))
+    given = ((q_name, q), (k_name, k), (v_name, v))
     sizes = (_heads_of_4d if q.ndim == 4 else _heads_of_3d)(given, H, Hkv)
     if sizes.H % sizes.Hkv:
         raise ValueError(
@@ -76,13 +82,13 @@ def head_counts(
     return sizes
 
 
-NamedArrays = tuple[tuple[str, Array], tuple[str, Array]]
+NamedArrays = tuple[tuple[str, Array], tuple[str, Array], tuple[str, Array]]
 
 
 def _heads_of_4d(given: NamedArrays, H: int | None, Hkv: int | None) -> Sizes:
-    (q_name, q), (k_name, k) = given
+    (q_name, q), (k_name, k), (_, v) = given
     for option, count, (name, array) in zip(
-        ("num_heads", "num_kv_heads"), (H, Hkv), given, strict=True
+        ("num_heads", "num_kv_heads"), (H, Hkv), given[:2], strict=True
     ):
         if count is not None and count != array.shape[2]:
             raise ValueError(
@@ -97,11 +103,12 @@ def _heads_of_4d(given: NamedArrays, H: int | None, Hkv: int | None) -> Sizes:
         raise ValueError(
             f"{k_name} must have the head dim of {q_name}, got {k.shape[3]} and {q.shape[3]}"
         )
-    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+    B, Tq, H, hd = q.shape
+    return Sizes(B, Tq, k.shape[1], H, k.shape[2], hd, v.shape[3])
 
 
 def _heads_of_3d(given: NamedArrays, H: int | None, Hkv: int | None) -> Sizes:
-    (q_name, q), (k_name, k) = given
+    (q_name, q), (k_name, k), (_, v) = given
     if H is None:
         raise ValueError(
             "num_heads must be given for 3-D arrays, which are read as [B, T, heads * hd], got "
@@ -114,7 +121,7 @@ def _heads_of_3d(given: NamedArrays, H: int | None, Hkv: int | None) -> Sizes:
         Hkv = H
     if Hkv < 1:
         raise ValueError(f"num_kv_heads must be at least 1, got {Hkv} with num_heads {H}")
-    for (name, array), heads in zip(given, (H, Hkv), strict=True):
+    for (name, array), heads in zip(given, (H, Hkv, Hkv), strict=True):
         if array.shape[2] < 1 or array.shape[2] % heads:
             raise ValueError(
                 f"{name} must have a last axis that is a positive multiple of its {heads} heads, "
@@ -126,7 +133,7 @@ def _heads_of_3d(given: NamedArrays, H: int | None, Hkv: int | None) -> Sizes:
             f"{k_name} must have the head dim of {q_name}, got {k.shape[2]} / {Hkv} heads and "
             f"{q.shape[2]} / {H} heads"
         )
-    return Sizes(q.shape[0], q.shape[1], k.shape[1], H, Hkv, hd)
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], H, Hkv, hd, v.shape[2] // Hkv)
 
 
 def as_real(name: str, value: object, dtype: np.dtype[Any]) -> float:
@@ -166,13 +173,14 @@ def _no_limit_beyond_int64(end: int) -> int:
     return end if end <= _INT64_MAX else -1
 
 
-def as_int_array(name: str, value: object) -> Array | int:
+def as_int_array(
+    name: str, value: object, expected: str = "an int or an int array, [B] or [B, Tq]"
+) -> Array | int:
     """Return an int, or the integer array that NumPy makes of a list, a tensor, a Series, ...
 
     Raises:
         TypeError: floats, bools and whatever else is no integers; masked elements.
     """
-    expected = "an int or an int array [B]"
     # Not by __index__: tensors of one element, and those of bools, have it.
     if isinstance(value, (int, np.integer)):
         return as_int(name, value, expected)
@@ -190,14 +198,15 @@ def as_int_array(name: str, value: object) -> Array | int:
     return as_int(name, value, expected)
 
 
-def as_positions(name: str, value: object, B: int, lo: int, hi: int) -> Array | int:
+def as_positions(name: str, value: object, shape: tuple[int, int], lo: int, hi: int) -> Array | int:
+    """Return an int, or an int array: one for each sequence, or ``shape``, [B, Tq]."""
     position = as_int_array(name, value)
     if isinstance(position, int):
         ends = [position]
-    elif position.shape != (B,):
-        raise ValueError(f"{name} must have shape ({B},), got {position.shape}")
+    elif position.shape not in (shape[:1], shape):
+        raise ValueError(f"{name} must have shape {shape[:1]} or {shape}, got {position.shape}")
     else:
-        ends = [int(position.min()), int(position.max())] if B else []
+        ends = [int(position.min()), int(position.max())] if position.size else []
     for end in ends:
         if not lo <= end <= hi:
             raise ValueError(f"{name} must be within [{lo}, {hi}], got {end}")
@@ -207,22 +216,28 @@ def as_positions(name: str, value: object, B: int, lo: int, hi: int) -> Array | 
 def _ranges(
     heads: Sizes, query_offset: Positions, key_start: Positions, key_end: Positions
 ) -> Array | None:
-    """Return int64 [B, 3] of (query_offset, key_start, key_end), or None where all are default."""
+    """Return int64 records of (query_offset, key_start, key_end), None where all are default.
+
+    ``[B, 3]``, or ``[B, Tq, 3]`` where one of them is given for each query.
+    """
     if query_offset is None and key_start is None and key_end is None:
         return None
-    B, Tk = heads.B, heads.Tk
-    check_memory({"the key ranges": (B, 3)}, np.dtype(np.int64))
-    ranges = np.empty((B, 3), np.int64)
-    ranges[:] = Tk - heads.Tq, 0, Tk
-    for column, (name, value, lo, hi) in enumerate(
-        (
-            ("query_offset", query_offset, _INT64_MIN, _INT64_MAX),
-            ("key_start", key_start, 0, Tk),
-            ("key_end", key_end, 0, Tk),
-        )
-    ):
-        if value is not None:
-            ranges[:, column] = as_positions(name, value, B, lo, hi)
+    Tq, Tk = heads.Tq, heads.Tk
+    rows = (heads.B, Tq)
+    columns = [
+        Tk - Tq
+        if query_offset is None
+        else as_positions("query_offset", query_offset, rows, _INT64_MIN, _INT64_MAX),
+        0 if key_start is None else as_positions("key_start", key_start, rows, 0, Tk),
+        Tk if key_end is None else as_positions("key_end", key_end, rows, 0, Tk),
+    ]
+    runs = any(isinstance(column, np.ndarray) and column.ndim == 2 for column in columns)
+    shape = (*rows, 3) if runs else (heads.B, 3)
+    check_memory({"the key ranges": shape}, np.dtype(np.int64))
+    ranges = np.empty(shape, np.int64)
+    for at, column in enumerate(columns):
+        per_sequence = runs and isinstance(column, np.ndarray) and column.ndim == 1
+        ranges[..., at] = column[:, None] if per_sequence else column  # type: ignore[index]
     return ranges
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -34,9 +34,12 @@ class Call:
     options: Options
     kernel: str
     given: dict[str, Array]
-    """The caller's own q, k and v, where a copy is read."""
+    """The caller's own arrays, where a copy is read."""
     arrays: dict[str, str]
     """What became of them, for last_run()."""
+    scores: dict[str, Array] = field(default_factory=dict)
+    """Of bias, mask and sinks those that were given, as the compiled module takes them."""
+    score_elements: dict[str, Element] = field(default_factory=dict)
 
     def query_shape(self) -> tuple[int, ...]:
         sizes = self.sizes
@@ -49,6 +52,19 @@ class Call:
         if self.ndim == 4:
             return sizes.B, sizes.Tk, sizes.Hkv, sizes.hd
         return sizes.B, sizes.Tk, sizes.Hkv * sizes.hd
+
+    def output_shape(self) -> tuple[int, ...]:
+        """Return the shape of o and dout."""
+        sizes = self.sizes
+        if self.ndim == 4:
+            return sizes.B, sizes.Tq, sizes.H, sizes.hv
+        return sizes.B, sizes.Tq, sizes.H * sizes.hv
+
+    def value_shape(self) -> tuple[int, ...]:
+        sizes = self.sizes
+        if self.ndim == 4:
+            return sizes.B, sizes.Tk, sizes.Hkv, sizes.hv
+        return sizes.B, sizes.Tk, sizes.Hkv * sizes.hv
 
     def row_shape(self) -> tuple[int, int, int]:
         return self.sizes.B, self.sizes.H, self.sizes.Tq
@@ -66,9 +82,11 @@ class Saved:
     out: Array
     """``o``, in the rank of q; float32 where q is of half precision."""
     row_max: Array
-    """``m``, the maximum of each row's visible scores; ``[B, H, Tq]``; -inf for a dead row."""
+    """``m``, the maximum of each row's visible scores, and of its sink; ``[B, H, Tq]``; -inf for a
+    dead row without one."""
     row_sum: Array
-    """``l``, the sum of ``exp(s - m)`` over the visible keys; ``[B, H, Tq]``; 0 for a dead row."""
+    """``l``, the sum of ``exp(s - m)`` over the visible keys and the sink; ``[B, H, Tq]``; 0 for a
+    dead row without one."""
     _probs: Array | None
     backend: str
     """The backend that ran, and that the backward will run on."""
@@ -80,9 +98,9 @@ class Saved:
 
     @property
     def lse(self) -> Array:
-        """Log-sum-exp of the scaled, capped, visible scores, natural log; ``[B, H, Tq]``.
+        """Log-sum-exp of the visible scores, the sink among them, natural log; ``[B, H, Tq]``.
 
-        -inf for a row that sees no key.
+        -inf for a dead row.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             lse: Array = self.row_max + np.log(self.row_sum)
@@ -115,7 +133,7 @@ class Saved:
     @property
     def v(self) -> Array:
         """The values the forward read, in the rank they came in."""
-        return self._call.kv_element.show(self._call.v.reshape(self._call.key_shape()))
+        return self._call.kv_element.show(self._call.v.reshape(self._call.value_shape()))
 
     def _arrays(self) -> dict[str, Array]:
         """Return what the backward reads besides q, k, v and dout, by name."""
@@ -128,7 +146,7 @@ class Saved:
         sizes = self._call.sizes
         return (
             f"Saved(kernel={self.kernel!r}, backend={self.backend!r}, B={sizes.B}, Tq={sizes.Tq}, "
-            f"Tk={sizes.Tk}, H={sizes.H}, Hkv={sizes.Hkv}, hd={sizes.hd})"
+            f"Tk={sizes.Tk}, H={sizes.H}, Hkv={sizes.Hkv}, hd={sizes.hd}, hv={sizes.hv})"
         )
 
 

@@ -34,6 +34,7 @@ from forge._options import (
     head_counts,
 )
 from forge._run import record
+from forge._scores import ScoreArrays, score_inputs
 
 __all__ = [
     "attention_bwd_d_f32",
@@ -59,6 +60,9 @@ def attention_fwd_f32(
     query_offset: Positions = None,
     key_start: Positions = None,
     key_end: Positions = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    sinks: Array | None = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     backend: str | None = None,
@@ -81,9 +85,10 @@ def attention_fwd_f32(
     inputs = _inputs(q=q, k=k, v=v)
     heads = head_counts(inputs["q"], inputs["k"], inputs["v"], num_heads, num_kv_heads)
     rows = (heads.B, heads.H, heads.Tq)
+    inputs |= _scores(ScoreArrays(bias=bias, mask=mask, sinks=sinks), heads)
     outputs = _outputs(
         inputs,
-        o=(o, inputs["q"].shape),
+        o=(o, _output_shape(inputs["q"], heads)),
         p=(p, (*rows, heads.Tk)),
         row_max=(row_max, rows),
         row_sum=(row_sum, rows),
@@ -137,11 +142,13 @@ def attention_bwd_dq_f32(
     query_offset: Positions = None,
     key_start: Positions = None,
     key_end: Positions = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     backend: str | None = None,
 ) -> None:
-    """Add the gradient of q to ``dq``; options as in the forward.
+    """Add the gradient of q to ``dq``; options as in the forward, where sinks are in ``p``.
 
     Raises:
         TypeError: an array that is no float32 ndarray, or an option of the wrong type.
@@ -158,6 +165,7 @@ def attention_bwd_dq_f32(
     )
     inputs = _inputs(q=q, k=k, v=v, p=p, dout=dout, d_row=d_row)
     heads = _backward_heads(inputs, num_heads, num_kv_heads)
+    inputs |= _scores(ScoreArrays(bias=bias, mask=mask), heads)
     outputs = _outputs(inputs, dq=(dq, inputs["q"].shape))
     _run("bwd_dq", inputs, outputs, heads, _options(given, heads, backend))
 
@@ -179,6 +187,8 @@ def attention_bwd_dkv_f32(
     query_offset: Positions = None,
     key_start: Positions = None,
     key_end: Positions = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     backend: str | None = None,
@@ -200,6 +210,7 @@ def attention_bwd_dkv_f32(
     )
     inputs = _inputs(q=q, k=k, v=v, p=p, dout=dout, d_row=d_row)
     heads = _backward_heads(inputs, num_heads, num_kv_heads)
+    inputs |= _scores(ScoreArrays(bias=bias, mask=mask), heads)
     outputs = _outputs(inputs, dk=(dk, inputs["k"].shape), dv=(dv, inputs["v"].shape))
     _run("bwd_dkv", inputs, outputs, heads, _options(given, heads, backend))
 
@@ -224,6 +235,20 @@ def _inputs(**values: object) -> dict[str, Array]:
         _require_contiguous(name, array)
         arrays[name] = array
     return arrays
+
+
+def _scores(given: ScoreArrays, heads: Sizes) -> dict[str, Array]:
+    inputs = score_inputs(given, heads, FLOAT32)
+    for name, taken in inputs.items():
+        if taken.how != IN_PLACE:
+            raise ValueError(f"{name} must be used in place, got an array to be {taken.how}")
+    return {name: taken.array for name, taken in inputs.items()}
+
+
+def _output_shape(q: Array, heads: Sizes) -> tuple[int, ...]:
+    if q.ndim == 4:
+        return heads.B, heads.Tq, heads.H, heads.hv
+    return heads.B, heads.Tq, heads.H * heads.hv
 
 
 def _outputs(
@@ -253,7 +278,7 @@ def _backward_heads(
     heads = head_counts(inputs["q"], inputs["k"], inputs["v"], num_heads, num_kv_heads)
     rows = (heads.B, heads.H, heads.Tq)
     _require_shape("p", inputs["p"], (*rows, heads.Tk))
-    _require_shape("dout", inputs["dout"], inputs["q"].shape)
+    _require_shape("dout", inputs["dout"], _output_shape(inputs["q"], heads))
     _require_shape("d_row", inputs["d_row"], rows)
     return heads
 

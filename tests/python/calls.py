@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import forge
 import numpy as np
 import softmetal
-from oracle import GRADIENTS, SMALLEST, Problem
+from oracle import GRADIENTS, MORE_GRADIENTS, SMALLEST, Problem
 
 # How last_run() says that an array was used where it lies: on the CPU, on a GPU.
 IN_PLACE = {"cpu": "in place", "metal": "wrapped"}
-RESULTS = ("out", "lse", "row_max", "row_sum", *GRADIENTS)
+RESULTS = ("out", "lse", "row_max", "row_sum", *GRADIENTS, *MORE_GRADIENTS)
 
 
 def run(q, k, v, dout=None, dlse=None, **options):
@@ -29,7 +29,10 @@ def run(q, k, v, dout=None, dlse=None, **options):
     if options.get("kernel") == "materialized":
         result.probs = saved.probs
     if dout is not None:
-        result.dq, result.dk, result.dv = forge.attention_backward(dout, saved, dlse=dlse)
+        wanted = {name: True for name in MORE_GRADIENTS if options.get(name[1:]) is not None}
+        gradients = forge.attention_backward(dout, saved, dlse=dlse, **wanted)
+        for name, gradient in zip((*GRADIENTS, *wanted), gradients, strict=True):
+            setattr(result, name, gradient)
     return result
 
 
@@ -41,7 +44,7 @@ def check(q, k, v, dout=None, dlse=None, *, bound=None, backend=None, kernel=Non
     result = run(q, k, v, dout, dlse, backend=backend, kernel=kernel, **options)
     problem = Problem(q, k, v, dout, dlse, **options)
     names = ["out", "lse"] + (["probs"] if hasattr(result, "probs") else [])
-    names += GRADIENTS if dout is not None else ()
+    names += [name for name in (*GRADIENTS, *MORE_GRADIENTS) if hasattr(result, name)]
     problem.check(bound or result.family, **{name: getattr(result, name) for name in names})
     return result
 

@@ -26,6 +26,7 @@ ONCE = [
 # On a device the demo and the pages still say something, on another CPU target no more.
 PROGRAMS = ["test_cli", "test_demo", "test_docs"]
 PEERS = ["test_jax", "test_jax_programs", "test_mlx", "test_recommendations", "test_torch"]
+PEERS += ["test_jax_scores", "test_torch_scores"]
 PEERS += ["test_transformers", "test_transformers_half", "test_transformers_models"]
 PEERS += ["test_transformers_refusals"]
 IGNORED = {
@@ -90,9 +91,32 @@ def skip_unless_served(backend, kernel):
         pytest.skip(reason)
 
 
+@functools.cache
+def why_not_shaped(backend):
+    """Empty when the backend takes bias, mask, sinks, runs of keys and other head dims of v."""
+    x = np.zeros((1, 1, 1, 1), np.float32)
+    try:
+        forge.attention(x, x, x, sinks=x[0, 0, 0], backend=backend)
+    except forge._forge.NotServedError as error:
+        return str(error)
+    return ""
+
+
+def skip_unless_shaped(backend):
+    if reason := why_not_shaped(backend):
+        pytest.skip(reason)
+
+
 @pytest.fixture(params=chosen_backends())
 def backend(request):
     return request.param
+
+
+@pytest.fixture
+def takes_options(request):
+    """For a module: its tests run on backends that take bias, mask, sinks, runs and the like."""
+    if "backend" in request.fixturenames:
+        skip_unless_shaped(request.getfixturevalue("backend"))
 
 
 @pytest.fixture(params=KERNELS)

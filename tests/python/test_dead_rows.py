@@ -4,7 +4,7 @@ import forge
 import numpy as np
 import pytest
 from calls import check, run
-from oracle import random_inputs
+from oracle import GRADIENTS, random_inputs
 
 
 def assert_dead(got, rows):
@@ -48,12 +48,65 @@ def test_leading_tiles_of_minus_infinity_scores(backend, kernel):
     np.testing.assert_allclose(got.lse.ravel(), np.log(T - hidden), rtol=1e-6)
 
 
-def test_a_live_row_of_minus_infinity_scores_is_nan(backend, kernel):
+def test_a_row_whose_every_visible_score_is_minus_infinity_is_dead(backend, kernel):
+    """As with a mask of -inf: nothing is read of it in the backward either."""
     q = np.ones((1, 1, 1, 1), np.float32)
     k = np.full((1, 3, 1, 1), -np.inf, np.float32)
+    dout = np.full_like(q, np.nan)
+    got = run(q, k, np.ones_like(k), dout, backend=backend, kernel=kernel)
+    for name in ("out", "row_sum", *GRADIENTS):
+        assert (getattr(got, name) == 0).all(), name
+    assert np.isneginf(got.lse).all()
+    assert np.isneginf(got.row_max).all()
+
+
+def test_a_nan_among_scores_of_minus_infinity_is_a_nan(backend, kernel):
+    q = np.ones((1, 1, 1, 1), np.float32)
+    k = np.array([-np.inf, np.nan, -np.inf], np.float32).reshape(1, 3, 1, 1)
     got = run(q, k, np.ones_like(k), backend=backend, kernel=kernel)
     assert np.isnan(got.out).all()
     assert np.isnan(got.lse).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 40)}], ids=str)
+@pytest.mark.parametrize("hd", [16, 80, 128])
+def test_dead_rows_among_live_ones_give_nothing_to_the_keys(hd, options, backend, kernel, rng):
+    """Queries of infinity make scores of -inf: rows of zeros in their place give the same."""
+    T = 70
+    q, k, v, dout = random_inputs(rng, Tq=T, H=2, Hkv=1, hd=hd)
+    k[..., 0] = -1 - np.abs(k[..., 0])
+    dlse = rng.standard_normal((1, 2, T)).astype(np.float32)
+    dead = np.zeros(T, bool)
+    dead[[0, 3, 31, 40, T - 2]] = True
+    cleared, no_dout, no_dlse = q.copy(), dout.copy(), dlse.copy()
+    cleared[:, dead] = no_dout[:, dead] = no_dlse[:, :, dead] = 0
+    expected = run(cleared, k, v, no_dout, no_dlse, backend=backend, kernel=kernel, **options)
+    q[:, dead, :, 0] = np.inf
+    dout[:, dead] = dlse[:, :, dead] = np.nan
+    got = run(q, k, v, dout, dlse, backend=backend, kernel=kernel, **options)
+    assert_dead(got, dead)
+    for name in ("out", "dq"):
+        alive = getattr(got, name)[:, ~dead]
+        np.testing.assert_array_equal(alive, getattr(expected, name)[:, ~dead], err_msg=name)
+    np.testing.assert_array_equal(got.dk, expected.dk)
+    np.testing.assert_array_equal(got.dv, expected.dv)
+
+
+@pytest.mark.parametrize("Tq", [3, 90])
+def test_keys_of_minus_infinity_that_some_rows_see_alone(Tq, backend, kernel, rng):
+    """Rows dead for their keys, rows that see other keys too, rows that see others only."""
+    q, k, v, dout = random_inputs(rng, Tq=Tq, Tk=600, H=2, Hkv=1, hd=24)
+    q[..., 0] = 1 + np.abs(q[..., 0])
+    k[:, : 600 - Tq + Tq // 3, :, 0] = -np.inf
+    q[:, 0] = np.abs(q[:, 0])
+    dout[:, 0] = np.nan
+    got = run(q, k, v, dout, causal=True, window=10, backend=backend, kernel=kernel)
+    assert_dead(got, slice(0, Tq // 3))
+    assert np.isfinite(got.out).all()
+    assert np.isfinite(got.dk).all()
+    assert np.isfinite(got.dv).all()
+    if Tq > 80:
+        assert np.isfinite(got.dq[:, Tq // 3 + 9 :]).all()
 
 
 def more_queries_than_keys():

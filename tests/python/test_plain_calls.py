@@ -27,8 +27,8 @@ OPTIONS = {
     },
 }  # fmt: skip
 NAMES = (
-    "causal", "window", "softcap", "scale", "query_offset", "key_start", "key_end", "num_heads",
-    "num_kv_heads", "kernel", "backend", "out",
+    "causal", "window", "softcap", "scale", "query_offset", "key_start", "key_end", "bias",
+    "mask", "sinks", "num_heads", "num_kv_heads", "kernel", "backend", "out",
 )  # fmt: skip
 
 
@@ -211,5 +211,5 @@ def test_huge_claims_are_declined_without_overflow(cpu, unset):
 
 
 def test_the_wrong_number_of_arguments_is_a_type_error(cpu):
-    with pytest.raises(TypeError, match="15 arguments"):
+    with pytest.raises(TypeError, match="18 arguments"):
         _forge.attention(1, 2)

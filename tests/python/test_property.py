@@ -6,7 +6,7 @@ import pytest
 from calls import assert_same_bits, check, run
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import visible
+from oracle import GRADIENTS, MORE_GRADIENTS, visible
 
 INT64 = np.iinfo(np.int64)
 lengths = st.integers(0, 20)
@@ -15,7 +15,7 @@ offsets = st.one_of(st.integers(-25, 25), st.integers(INT64.min, INT64.max))
 
 @st.composite
 def shapes(draw):
-    """(B, Tq, Tk, H, Hkv, hd)."""
+    """(B, Tq, Tk, H, Hkv, hd, hv)."""
     Hkv = draw(st.integers(1, 3))
     return (
         draw(st.integers(0, 3)),
@@ -23,6 +23,7 @@ def shapes(draw):
         draw(lengths),
         Hkv * draw(st.integers(1, 3)),
         Hkv,
+        draw(st.integers(1, 9)),
         draw(st.integers(1, 9)),
     )
 
@@ -34,15 +35,17 @@ def windows(draw):
     return draw(st.integers(-1, 12)), draw(st.integers(-1, 12))
 
 
-def positions(draw, B, values):
-    """One int, or one int a sequence."""
-    if draw(st.booleans()):
+def positions(draw, B, Tq, values, runs):
+    """One int, one int a sequence or, with `runs`, one a query."""
+    shape = draw(st.sampled_from([(), (B,), (B, Tq)][: 3 if runs else 2]))
+    if not shape:
         return draw(values)
-    return np.array(draw(st.lists(values, min_size=B, max_size=B)), np.int64)
+    size = int(np.prod(shape))
+    return np.array(draw(st.lists(values, min_size=size, max_size=size)), np.int64).reshape(shape)
 
 
 @st.composite
-def option_sets(draw, B, Tq, Tk):
+def option_sets(draw, B, Tq, Tk, runs=False):
     options = {"causal": draw(st.booleans())}
     if draw(st.booleans()):
         options["window"] = draw(windows())
@@ -51,14 +54,38 @@ def option_sets(draw, B, Tq, Tk):
     if draw(st.booleans()):
         options["scale"] = draw(st.floats(-2, 2, width=32))
     if draw(st.booleans()):
-        options["query_offset"] = positions(draw, B, offsets)
+        options["query_offset"] = positions(draw, B, Tq, offsets, runs)
     for name in ("key_start", "key_end"):
         if draw(st.booleans()):
-            options[name] = positions(draw, B, st.integers(0, Tk))
+            options[name] = positions(draw, B, Tq, st.integers(0, Tk), runs)
     limited = options.get("window") not in (None, (-1, -1)) or (options["causal"] and Tq > 1)
     if "key_end" in options and limited and Tq != Tk:  # then it must be given
-        options.setdefault("query_offset", positions(draw, B, offsets))
+        options.setdefault("query_offset", positions(draw, B, Tq, offsets, runs))
     return options
+
+
+@st.composite
+def score_arrays(draw, B, Tq, Tk, H):
+    """bias, mask and sinks, each there or not, broadcast along some axes."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    arrays = {}
+
+    def some_pairs():
+        return [extent if draw(st.booleans()) else 1 for extent in (B, H, Tq, Tk)]
+
+    if draw(st.integers(0, 2)) == 0:
+        bias = rng.standard_normal(some_pairs()).astype(np.float32)
+        arrays["bias"] = np.where(rng.random(bias.shape) < 0.1, np.float32(-np.inf), bias)
+    if draw(st.integers(0, 2)) == 0:
+        arrays["mask"] = rng.random(some_pairs()) < draw(st.sampled_from([0.0, 0.2, 0.8, 1.0]))
+    if draw(st.integers(0, 2)) == 0:
+        axes = draw(st.sampled_from([(H,), (B, H), (B, H, Tq)]))
+        sinks = 3 * rng.standard_normal(axes).astype(np.float32)
+        arrays["sinks"] = np.where(rng.random(axes) < 0.2, np.float32(-np.inf), sinks)
+    for name in ("bias", "mask"):
+        if name in arrays and draw(st.booleans()):
+            arrays[name] = np.asfortranarray(arrays[name])
+    return arrays
 
 
 @st.composite
@@ -80,15 +107,18 @@ def laid_out(draw, shape):
 
 
 @st.composite
-def problems(draw):
-    B, Tq, Tk, H, Hkv, hd = draw(shapes())
-    query, key = (B, Tq, H, hd), (B, Tk, Hkv, hd)
-    arrays = [draw(laid_out(shape)) for shape in (query, key, key, query)]
+def problems(draw, shaped=False):
+    """`shaped`: with bias, mask, sinks, a run of keys for each query and another head dim of v."""
+    B, Tq, Tk, H, Hkv, hd, hv = draw(shapes())
+    hv = hv if shaped else hd
+    axes = ((B, Tq, H, hd), (B, Tk, Hkv, hd), (B, Tk, Hkv, hv), (B, Tq, H, hv))
+    arrays = [draw(laid_out(shape)) for shape in axes]
     dlse = None
     if draw(st.booleans()):
         rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
         dlse = rng.standard_normal((B, H, Tq)).astype(np.float32)
-    return arrays, dlse, draw(option_sets(B, Tq, Tk))
+    options = draw(option_sets(B, Tq, Tk, runs=shaped))
+    return arrays, dlse, options | (draw(score_arrays(B, Tq, Tk, H)) if shaped else {})
 
 
 # Fixtures stay as they are while a test draws its examples, which is what they are for here.
@@ -102,15 +132,24 @@ def test_any_problem_against_float64(backend, kernel, problem):
     assert_same_bits(run(*compact, dlse, backend=backend, kernel=kernel, **options), got)
 
 
-@given(problem=problems(), data=st.data())
-def test_accumulating_equals_adding(backend, kernel, problem, data):
+@given(problem=problems(shaped=True))
+def test_any_problem_of_all_options_against_float64(takes_options, backend, kernel, problem):
+    arrays, dlse, options = problem
+    got = check(*arrays, dlse, bound="materialized", backend=backend, kernel=kernel, **options)
+    compact = [np.ascontiguousarray(x) for x in arrays]
+    assert_same_bits(run(*compact, dlse, backend=backend, kernel=kernel, **options), got)
+
+
+@given(problem=problems(shaped=True), data=st.data())
+def test_accumulating_equals_adding(takes_options, backend, kernel, problem, data):
     (q, k, v, dout), dlse, options = problem
     _, saved = forge.attention_forward(q, k, v, backend=backend, kernel=kernel, **options)
-    want = forge.attention_backward(dout, saved, dlse=dlse)
+    more = [name for name in MORE_GRADIENTS if name[1:] in options]
+    want = forge.attention_backward(dout, saved, dlse=dlse, **dict.fromkeys(more, True))
     start = data.draw(st.floats(-3, 3, width=32))
     given_arrays = {
         name: np.full(x.shape, start, np.float32)
-        for name, x in zip(("dq", "dk", "dv"), want, strict=True)
+        for name, x in zip((*GRADIENTS, *more), want, strict=True)
     }
     forge.attention_backward(dout, saved, dlse=dlse, accumulate=True, **given_arrays)
     for got, gradient in zip(given_arrays.values(), want, strict=True):
@@ -119,7 +158,7 @@ def test_accumulating_equals_adding(backend, kernel, problem, data):
 
 @given(data=st.data())
 def test_counts_of_visible_keys(backend, kernel, data):
-    B, Tq, Tk, H, Hkv, hd = data.draw(shapes())
+    B, Tq, Tk, H, Hkv, hd, _ = data.draw(shapes())
     options = data.draw(option_sets(B, Tq, Tk))
     for name in ("softcap", "scale"):
         options.pop(name, None)
@@ -133,9 +172,11 @@ def test_counts_of_visible_keys(backend, kernel, data):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@given(problem=problems())
+@given(problem=problems(shaped=True))
 def test_materialized_forwards_repeat_to_the_bit(cpu, dtype, problem):
     (q, k, v, dout), _, options = problem
     arrays = [x.astype(dtype) for x in (q, k, v, dout)]
+    for name in {"bias", "sinks"} & options.keys():
+        options[name] = options[name].astype(dtype)
     one, other = (run(*arrays, backend=cpu, kernel="materialized", **options) for _ in range(2))
     assert_same_bits(one, other)

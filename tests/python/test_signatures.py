@@ -13,6 +13,7 @@ from optional import need
 
 ROOT = Path(forge.__file__).parent
 SHAPING = ("causal", "window", "softcap", "scale", "query_offset", "key_start", "key_end")
+ARRAYS = ("bias", "mask", "sinks")
 COUNTS = ("num_heads", "num_kv_heads")
 
 
@@ -27,7 +28,7 @@ def names_and_defaults(function):
 
 
 WANTED = [("causal", False)] + [
-    (name, None) for name in (*SHAPING[1:], *COUNTS, "kernel", "backend", "out")
+    (name, None) for name in (*SHAPING[1:], *ARRAYS, *COUNTS, "kernel", "backend", "out")
 ]
 
 
@@ -40,7 +41,8 @@ def test_the_options_of_forge(function):
 @pytest.mark.parametrize("name", ["fwd", "bwd_dq", "bwd_dkv"])
 def test_the_kernels_take_all_but_the_family_and_out(name):
     got = names_and_defaults(getattr(forge.kernels, f"attention_{name}_f32"))
-    assert got == [(o, d) for o, d in WANTED if o not in ("kernel", "out")]
+    not_taken = ("kernel", "out") if name == "fwd" else ("kernel", "out", "sinks")  # p has sinks
+    assert got == [(o, d) for o, d in WANTED if o not in not_taken]
 
 
 @pytest.mark.parametrize(("module", "more"), [("torch", ["return_lse"]), ("jax", []), ("mlx", [])])
@@ -75,7 +77,7 @@ def test_the_record_of_the_compiled_module_is_the_one_that_the_stub_describes():
     stub = (ROOT / "_forge.pyi").read_text()
     body = stub.split("class Options(TypedDict):")[1].split("\n\n")[0]
     described = re.findall(r"^    (\w+):", body, re.MULTILINE)
-    sizes = _options.Sizes(1, 2, 3, 1, 1, 4)
+    sizes = _options.Sizes(1, 2, 3, 1, 1, 4, 4)
     made = _options.compiled_options(
         _options.MaskAndScale(), sizes, np.dtype(np.float32), "fused", ""
     )

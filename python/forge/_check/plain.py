@@ -18,6 +18,7 @@ from forge._check.halves import share_of
 
 UNIT = 2.0**-24  # half an ulp of float32, relative
 GRADIENTS = ("dq", "dk", "dv")
+OF_SCORES = ("dbias", "dsinks")  # with a bias, with sinks
 
 
 @dataclass(frozen=True)
@@ -33,25 +34,38 @@ class Inputs:
 
     @property
     def seen(self) -> Array:
-        """Return which keys each query sees: bool ``[B, Tq, Tk]``."""
-        B, Tq = self.q.shape[:2]
-        return visible(B, Tq, self.k.shape[1], self.options)
+        """Return which keys each query sees: bool ``[B, H, Tq, Tk]``."""
+        B, Tq, H = self.q.shape[:3]
+        seen = visible(B, Tq, self.k.shape[1], self.options)[:, None]
+        if self.options.get("mask") is not None:
+            seen = seen & self.options["mask"]
+        if self.options.get("bias") is not None:
+            seen = seen & (self.options["bias"] != -np.inf)
+        return np.broadcast_to(seen, (B, H, *seen.shape[2:]))
+
+    @property
+    def sinks(self) -> Array | None:
+        """Return the sinks as three axes that broadcast to ``[B, H, Tq]``."""
+        sinks = self.options.get("sinks")
+        if sinks is None:
+            return None
+        rows: Array = sinks[None, :, None] if sinks.ndim == 1 else sinks
+        return rows if rows.ndim == 3 else rows[..., None]
 
 
 def visible(B: int, Tq: int, Tk: int, options: Mapping[str, Any]) -> Array:
-    """Return which keys each query sees under the options: bool ``[B, Tq, Tk]``."""
+    """Return which keys positions, causal and window leave visible: bool ``[B, Tq, Tk]``."""
     window = options.get("window")
     left, right = window if isinstance(window, tuple) else ((window or 0) - 1, -1)
 
     def each(name: str, default: int) -> Array:
         value = options.get(name)
-        return np.broadcast_to(np.asarray(default if value is None else value), (B,))
+        array = np.asarray(default if value is None else value)
+        return np.broadcast_to(array[:, None] if array.ndim == 1 else array, (B, Tq))[..., None]
 
     key = np.arange(Tk)
-    pos = np.arange(Tq)[:, None] + each("query_offset", Tk - Tq)[:, None, None]
-    seen: Array = (key >= each("key_start", 0)[:, None, None]) & (
-        key < each("key_end", Tk)[:, None, None]
-    )
+    pos = np.arange(Tq)[:, None] + each("query_offset", Tk - Tq)
+    seen: Array = (key >= each("key_start", 0)) & (key < each("key_end", Tk))
     seen = seen & np.ones((Tq, 1), bool)
     if left >= 0:
         seen &= key >= pos - left
@@ -72,6 +86,9 @@ class _Head:
     dout: Array
     dlse: Array
     seen: Array
+    bias: Array | None
+    sink: Array
+    """``[Tq]``; -inf for none."""
     scale: Any
     softcap: Any
 
@@ -87,22 +104,27 @@ class _Head:
     @cached_property
     def scores(self) -> Array:
         s = self.softcap * self.capped if self.softcap else self.q @ self.k.T * self.scale
+        if self.bias is not None:
+            s = s + self.bias
         return np.asarray(np.where(self.seen, s, self.q.dtype.type(-np.inf)))
 
     def solve(self) -> dict[str, Array]:
         zero, one = self.q.dtype.type(0), self.q.dtype.type(1)
-        m = self.scores.max(1, initial=-np.inf)
-        e = np.exp(self.scores - np.where(self.live, m, zero)[:, None])
-        total = np.where(self.live, e.sum(1), one)
+        m = np.maximum(self.scores.max(1, initial=-np.inf), self.sink)
+        base = np.where(np.isneginf(m), zero, m)
+        e, of_sink = np.exp(self.scores - base[:, None]), np.exp(self.sink - base)
+        total = e.sum(1) + of_sink
+        total = np.where(total == 0, one, total)
         p = e / total[:, None]
         out = p @ self.v
         d_row = (self.dout * out).sum(1) - self.dlse
-        ds = p * (self.dout @ self.v.T - d_row[:, None])
-        if self.softcap:
-            ds = ds * (one - self.capped * self.capped)
+        dbias = p * (self.dout @ self.v.T - d_row[:, None])
+        ds = dbias * (one - self.capped * self.capped) if self.softcap else dbias
         ds = ds * self.scale
-        lse = np.where(self.live, m + np.log(total), self.q.dtype.type(-np.inf))
+        lse = m + np.log(total)
         return {
+            "dbias": dbias,
+            "dsinks": -of_sink / total * d_row,
             "p": p,
             "out": out,
             "lse": lse,
@@ -120,6 +142,8 @@ class _Head:
         ds = abs(self.scale) * p * (dout @ v.T + d_row[:, None])
         largest = np.where(self.seen, np.abs(self.scores), 0).max(1, initial=0)
         return {
+            "dbias": p * (dout @ v.T + d_row[:, None]),
+            "dsinks": d_row,
             "p": p,
             "out": out,
             "lse": 1 + largest,
@@ -140,34 +164,57 @@ def _heads(given: Inputs, dtype: type[np.floating[Any]]) -> list[list[_Head]]:
     dlse = np.zeros((B, H, Tq)) if given.dlse is None else given.dlse
     scale = given.options.get("scale")
     rows: list[list[_Head]] = []
-    for b, seen in enumerate(given.seen):
-        key, live = seen.any(0)[:, None], seen.any(1)
-        rows.append(
-            [
+    sinks = np.float64(-np.inf) if given.sinks is None else given.sinks
+    sinks = np.broadcast_to(sinks, (B, H, Tq)).astype(dtype)
+    bias = given.options.get("bias")
+    if bias is not None:
+        bias = np.where(given.seen, bias, 0).astype(dtype)
+    for b, seen_by_heads in enumerate(given.seen):
+        row = []
+        for h, seen in enumerate(seen_by_heads):
+            key, live = seen.any(0)[:, None], seen.any(1)
+            row.append(
                 _Head(
                     q=np.where(live[:, None], given.q[b, :, h], 0).astype(dtype),
                     k=np.where(key, given.k[b, :, h // rep], 0).astype(dtype),
                     v=np.where(key, given.v[b, :, h // rep], 0).astype(dtype),
                     dout=np.where(live[:, None], given.dout[b, :, h], 0).astype(dtype),
-                    dlse=np.where(live, dlse[b, h], 0).astype(dtype),
+                    dlse=np.where(live | (sinks[b, h] > -np.inf), dlse[b, h], 0).astype(dtype),
                     seen=seen,
+                    bias=None if bias is None else bias[b, h],
+                    sink=sinks[b, h],
                     scale=dtype(hd**-0.5 if scale is None else scale),
                     softcap=dtype(given.options.get("softcap") or 0),
                 )
-                for h in range(H)
-            ]
-        )
+            )
+        rows.append(row)
     return rows
 
 
+def _summed_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """Sum over the axes that have 1 in ``shape``."""
+    axes = tuple(axis for axis, extent in enumerate(shape) if extent == 1)
+    return np.asarray(x.sum(axes, keepdims=True))
+
+
 def _gather(inputs: Inputs, solved: list[list[dict[str, Array]]]) -> dict[str, Array]:
-    """Put the heads together again; dk and dv are summed over each group of query heads."""
+    """Put the heads together again.
+
+    dk and dv are summed over each group of query heads, dbias and dsinks to their arrays' shapes.
+    """
     H, Hkv = inputs.q.shape[2], inputs.k.shape[2]
     together: dict[str, Array] = {}
     for name in solved[0][0]:
+        like: Array | None = inputs.options.get(name.removeprefix("d"))
+        if name in OF_SCORES and like is None:
+            continue
         x = np.array([[head[name] for head in row] for row in solved])
         if name in ("dk", "dv"):
             x = x.reshape(x.shape[0], Hkv, H // Hkv, *x.shape[2:]).sum(2)
+        if name == "dbias" and like is not None:
+            x = _summed_to(x, like.shape)
+        if name == "dsinks" and like is not None and inputs.sinks is not None:
+            x = _summed_to(x, inputs.sinks.shape).reshape(like.shape)
         together[name] = x.swapaxes(1, 2) if name in ("out", *GRADIENTS) else x
     return together
 
@@ -223,7 +270,7 @@ class Answer:
         Fused: twice (gradients: three times) that of plain float32 NumPy, plus ``4 * UNIT`` of the
         largest sum of terms. Materialized, which adds up one term after the other: double that.
         """
-        factor = 3 if name in GRADIENTS else 2
+        factor = 3 if name in GRADIENTS + OF_SCORES else 2
         sums = float(self._sums[name].max(initial=0))
         bound = factor * self._plain_errors[name] + 4 * UNIT * sums
         return 2 * bound if kernel == "materialized" else bound

@@ -26,6 +26,8 @@ class Problem:
     H: int = 4
     Hkv: int = 4
     hd: int = 32
+    hv: int | None = None
+    """Head dim of v; hd by default."""
     options: Mapping[str, Any] = field(default_factory=dict)
     layout: str = "contiguous"
     """``"packed"``: q, k, v sliced from one array; ``"strided"``: heads before rows, rows from last
@@ -72,8 +74,9 @@ class Problem:
         def normal(*shape: int) -> Array:
             return rng.standard_normal(shape, dtype=np.float32)
 
-        q, dout = normal(2, self.B, self.Tq, self.H, self.hd)
-        k, v = normal(2, self.B, self.Tk, self.Hkv, self.hd)
+        hv = self.hd if self.hv is None else self.hv
+        q, dout = (normal(self.B, self.Tq, self.H, width) for width in (self.hd, hv))
+        k, v = (normal(self.B, self.Tk, self.Hkv, width) for width in (self.hd, hv))
         q *= np.float32(self.spread)
         dlse = normal(self.B, self.H, self.Tq) if self.dlse else None
         if self.hidden_nan:
@@ -107,6 +110,28 @@ class Problem:
             q, k, v = (x[:, :, ::-1].swapaxes(1, 2) for x in backwards)
         return q, k, v
 
+
+_RNG = np.random.default_rng(15)
+
+
+def _bias(*axes: int) -> Array:
+    bias = _RNG.standard_normal(axes, dtype=np.float32)
+    return np.where(_RNG.random(axes) < 0.05, np.float32(-np.inf), bias)
+
+
+def _mask(*axes: int) -> Array:
+    return _RNG.random(axes) < 0.7
+
+
+def _sinks(*axes: int) -> Array:
+    return 2 * _RNG.standard_normal(axes, dtype=np.float32)
+
+
+# Three sequences end to end, and for the second row of the batch runs in any order.
+_RUNS = {
+    "key_start": np.stack([np.repeat([0, 20, 31], [20, 11, 36]), _RNG.integers(0, 40, 67)]),
+    "key_end": np.stack([np.repeat([20, 31, 67], [20, 11, 36]), _RNG.integers(30, 68, 67)]),
+}
 
 _ALL = {
     "causal": True,
@@ -165,6 +190,35 @@ PROBLEMS = (
         options={"causal": True, "window": 200},
     ),
     Problem("all together", Tk=131, H=6, Hkv=2, hd=48, options=_ALL, layout="strided", dlse=True),
+    Problem("bias", Hkv=2, options={"causal": True, "bias": _bias(2, 4, 67, 67)}),
+    Problem("bias for every query alike", options={"softcap": 5.0, "bias": _bias(1, 4, 1, 67)}),
+    Problem("mask", Hkv=1, options={"mask": _mask(1, 1, 67, 67)}),
+    Problem("sinks", Hkv=2, options={"causal": True, "window": 20, "sinks": _sinks(4)}, dlse=True),
+    Problem("a run of keys for each query", options=_RUNS),
+    Problem("head dims 48 and 20", Hkv=2, hd=48, hv=20, options={"causal": True}),
+    Problem(
+        "bias, mask and sinks for 3 queries, 300 keys",
+        Tq=3,
+        Tk=300,
+        Hkv=2,
+        hv=64,
+        options={"bias": _bias(2, 1, 3, 300), "mask": _mask(2, 4, 1, 300), "sinks": _sinks(2, 4)},
+    ),
+    Problem(
+        "runs, bias, mask, sinks and head dims 80 and 48",
+        H=6,
+        Hkv=3,
+        hd=80,
+        hv=48,
+        options={
+            **_RUNS,
+            "softcap": 8.0,
+            "bias": _bias(1, 6, 67, 67),
+            "mask": _mask(2, 1, 67, 67),
+            "sinks": _sinks(2, 6, 67),
+        },
+        dlse=True,
+    ),
 )
 
 _IN_HALF = (
@@ -176,6 +230,7 @@ _IN_HALF = (
     "1 query, 300 keys",
     "head dim 80",
     "T 513, window 200",
+    "runs, bias, mask, sinks and head dims 80 and 48",
     "all together",
 )
 _OVER_HALF = ("causal", "1 query, 300 keys", "all together")
@@ -204,5 +259,12 @@ SINGLE_KERNEL_PROBLEMS = tuple(
     problem
     for problem in PROBLEMS
     if problem.name
-    in ("no options", "softcap 5", "slices of packed QKV", "head dim 80", "all together")
+    in (
+        "no options",
+        "softcap 5",
+        "slices of packed QKV",
+        "head dim 80",
+        "runs, bias, mask, sinks and head dims 80 and 48",
+        "all together",
+    )
 )

@@ -20,7 +20,7 @@ import forge
 from forge import kernels
 from forge._arrays import Array
 from forge._check.halves import widened
-from forge._check.plain import GRADIENTS, Answer, Inputs
+from forge._check.plain import GRADIENTS, OF_SCORES, Answer, Inputs
 from forge._check.problems import (
     HALF_PROBLEMS,
     KERNELS,
@@ -169,8 +169,16 @@ def _whole(problem: Problem, inputs: Inputs, device: Device, kernel: str) -> Res
         out, saved = forge.attention_forward(
             q, k, v, **problem.call_options, kernel=kernel, backend=device.backend
         )
-        gradients = forge.attention_backward(dout, saved, dlse=inputs.dlse)
-    results = {"out": out, "lse": saved.lse, **dict(zip(GRADIENTS, gradients, strict=True))}
+        more = [name for name in OF_SCORES if name[1:] in problem.options]
+        gradients = forge.attention_backward(
+            dout,
+            saved,
+            dlse=inputs.dlse,
+            dbias="dbias" in more or None,
+            dsinks="dsinks" in more or None,
+        )
+    names = (*GRADIENTS, *more)
+    results = {"out": out, "lse": saved.lse, **dict(zip(names, gradients, strict=True))}
     results = {name: widened(x, problem.dtype_of(name)) for name, x in results.items()}
     return results if kernel == "fused" else {**results, "p": saved.probs}
 
@@ -181,10 +189,12 @@ def _single_kernels(
     """The four kernels by name; each takes what comes before it from ``given``, a CPU's results."""
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     options = {**inputs.options, "backend": device.backend}
+    of_backward = {name: value for name, value in options.items() if name != "sinks"}
     rows = (q.shape[0], q.shape[2], q.shape[1])
 
     def fwd() -> Results:
-        new = [np.empty(shape, np.float32) for shape in (q.shape, (*rows, k.shape[1]), rows, rows)]
+        shapes = ((*q.shape[:3], v.shape[3]), (*rows, k.shape[1]), rows, rows)
+        new = [np.empty(shape, np.float32) for shape in shapes]
         out, p, row_max, row_sum = new
         kernels.attention_fwd_f32(q, k, v, out, p, row_max, row_sum, **options)
         with np.errstate(divide="ignore"):
@@ -200,12 +210,13 @@ def _single_kernels(
 
     def bwd_dq() -> Results:
         dq = np.zeros(q.shape, np.float32)
-        kernels.attention_bwd_dq_f32(q, k, v, given["p"], dout, given["d_row"], dq, **options)
+        kernels.attention_bwd_dq_f32(q, k, v, given["p"], dout, given["d_row"], dq, **of_backward)
         return {"dq": dq}
 
     def bwd_dkv() -> Results:
         dk, dv = np.zeros(k.shape, np.float32), np.zeros(v.shape, np.float32)
-        kernels.attention_bwd_dkv_f32(q, k, v, given["p"], dout, given["d_row"], dk, dv, **options)
+        read = (q, k, v, given["p"], dout, given["d_row"])
+        kernels.attention_bwd_dkv_f32(*read, dk, dv, **of_backward)
         return {"dk": dk, "dv": dv}
 
     steps = {
