@@ -61,8 +61,10 @@ def test_a_second_result_is_the_fused_familys_alone():
     with pytest.raises(ValueError, match=r"^rounded must be left out for kernel='materialized'"):
         forge._forge.run("forward", arrays, False, OPTIONS | {"kernel": "materialized"})
     assert (rounded == 7).all()
-    forge._forge.run("forward", arrays, False, OPTIONS)
-    assert (rounded == arrays["o"]).all()
+    half = dict.fromkeys("qkv", q.astype(np.float16)) | {"rounded": rounded.astype(np.float16)}
+    forge._forge.run("forward", arrays | half | {"o": rounded}, False, OPTIONS)
+    assert (rounded == 1).all()
+    assert (half["rounded"] == 1).all()
 
 
 def test_refused_raw_calls_write_nothing():
