@@ -164,6 +164,8 @@ def row_by_row(
         at = (b, keys, h)
         x = k[at] @ q[b, i, h] / np.sqrt(hd)
         s = softcap * np.tanh(x / softcap) if softcap else x
+        if np.isneginf(s).all():  # dead, as a row that sees no key
+            continue
         e = np.exp(s - s.max())
         p = e / e.sum()
         lse[b, h, i] = s.max() + np.log(e.sum())
