@@ -176,15 +176,19 @@ Buffers::BufferPtr Buffers::new_buffer(const char* name, std::size_t bytes) cons
   return buffer;
 }
 
-bool Buffers::are_aligned() const {
+bool rows_are_aligned(Int64 hd, const AttnStrides& strides, std::size_t offset, DType dtype) {
   constexpr Int64 kFour = 4;
   constexpr Int64 kMostRowStride = Int64(1) << 24;
-  return std::all_of(arrays_.begin(), arrays_.end(), [&](const Placed& placed) {
+  const Int64 odd = hd | strides.batch | strides.row | strides.head | strides.first;
+  const auto four = static_cast<std::size_t>(kFour * dtype_bytes(dtype));
+  return odd % kFour == 0 && offset % four == 0 && std::abs(strides.row) < kMostRowStride;
+}
+
+bool Buffers::are_aligned() const {
+  return std::all_of(arrays_.begin(), arrays_.end(), [](const Placed& placed) {
     if (placed.array.strides == nullptr || placed.empty()) return true;
-    const AttnStrides& strides = placed.device_strides;
-    const Int64 odd = placed.hd | strides.batch | strides.row | strides.head | strides.first;
-    const auto four = static_cast<std::size_t>(kFour * placed.element_bytes());
-    return odd % kFour == 0 && placed.offset % four == 0 && std::abs(strides.row) < kMostRowStride;
+    return rows_are_aligned(placed.hd, placed.device_strides, placed.offset,
+                            placed.array.operand.dtype);
   });
 }
 

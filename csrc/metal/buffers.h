@@ -29,6 +29,10 @@ struct DeviceArray {
   AttnStrides* strides;
 };
 
+// Whether four channels of a row can be read and written at once, `offset` being where the array is
+// bound in its buffer, and the rows of a tile lie within 32 bits of each other.
+bool rows_are_aligned(Int64 hd, const AttnStrides& strides, std::size_t offset, DType dtype);
+
 // Of a [B, T, heads, hd] array without gaps.
 AttnStrides compact_strides(Int64 T, Int64 heads, Int64 hd);
 
@@ -46,8 +50,7 @@ class Buffers {
   // zeroed. Throws forge::TooLarge above the device's buffer limit and where it has no memory left.
   void make();
 
-  // After make(): whether four channels of a row can be read and written at once, in every array
-  // that has rows, and whether the rows of a tile lie within 32 bits of each other.
+  // After make(): of every array that has rows.
   bool are_aligned() const;
 
   void bind(MTL::ComputeCommandEncoder& encoder) const;

@@ -8,7 +8,7 @@
 
 #include "metal/buffers.h"
 #include "metal/context.h"
-#include "metal/kernels.h"
+#include "metal/dispatches.h"
 
 namespace forge::metal {
 
@@ -27,15 +27,8 @@ class CommandStream {
   void finish();
 
  private:
-  // A part of a kernel's grid: x counts rows or tiles, y heads, z sequences.
-  struct Part {
-    Int64 begin[3];
-    Int64 count[3];
-  };
-
-  // The next part of what is left, from threadgroup or row number `done` on, of at most `most`.
-  static Part next_part(const Kernel& kernel, Int64 done, Int64 most);
-  void encode(const Kernel& kernel, const MTL::ComputePipelineState& pipeline, const Part& part);
+  void encode(const Kernel& kernel, const MTL::ComputePipelineState& pipeline,
+              const Dispatch& dispatch);
   void commit();
   void wait();
   [[noreturn]] void fail(const NS::Error* error);
@@ -45,7 +38,7 @@ class CommandStream {
   const AttnParams& params_;
   NS::SharedPtr<MTL::CommandBuffer> commands_;  // null when nothing is encoded
   std::vector<NS::SharedPtr<MTL::CommandBuffer>> committed_;
-  double used_ = 0;  // the share of commands_ that is taken
+  CommandBudget budget_;
 };
 
 }  // namespace forge::metal
