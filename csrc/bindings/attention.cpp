@@ -1,16 +1,23 @@
 #include "bindings/attention.h"
 
+#include <pybind11/stl.h>
+
 #include <array>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "bindings/arrays.h"
 #include "bindings/options.h"
 #include "bindings/plain_calls.h"
 #include "bindings/without_gil.h"
 #include "core/cpu_target.h"
+#include "core/errors.h"
 #include "core/validate.h"
 #include "dispatch/backend.h"
+#include "dispatch/metal_backend.h"
 
 namespace py = pybind11;
 
@@ -19,6 +26,13 @@ namespace {
 
 constexpr std::array<const char*, kPasses> kPassNames = {"forward", "backward", "bwd_d", "bwd_dq",
                                                          "bwd_dkv"};
+
+DType dtype_of(const std::string& dtype, const std::string& name) {
+  for (const DType known : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
+    if (dtype == dtype_name(known)) return known;
+  }
+  throw TypeError(name + " must be float32, float64, float16 or bfloat16, got " + dtype);
+}
 
 Pass pass_of(const std::string& name) {
   for (std::size_t pass = 0; pass < kPassNames.size(); ++pass) {
@@ -30,8 +44,10 @@ Pass pass_of(const std::string& name) {
       name + "'");
 }
 
-// Takes the arrays that the call reads or writes, by the names in the table of operands.
-void take_arrays(const py::dict& given, Problem& problem) {
+// Takes the arrays that the call reads or writes, by the names in the table of operands, each as
+// `take` makes an Operand of it.
+template <typename Take>
+void take_arrays(const py::dict& given, Problem& problem, Take&& take) {
   if (problem.family == Family::kMaterialized && given.contains("rounded")) {
     throw std::invalid_argument(
         "rounded must be left out for kernel='materialized', which takes no half precision; got "
@@ -41,7 +57,7 @@ void take_arrays(const py::dict& given, Problem& problem) {
     const Use use = use_of(info, problem);
     if (use == Use::kNone) continue;
     if (given.contains(info.name)) {
-      problem.operands[info.slot] = operand_of(given[info.name], info.name);
+      problem.operands[info.slot] = take(given[info.name], info.name);
     } else if (!is_optional(use)) {
       throw std::invalid_argument(std::string(info.name) + " must be given for kernel='" +
                                   family_name(problem.family) + "'");
@@ -112,6 +128,26 @@ void check(const Options& options, Problem& problem) {
   check_problem(problem);
 }
 
+template <typename Take>
+Problem problem_of(const std::string& pass, const py::dict& arrays, bool accumulate,
+                   Options& options, Take&& take) {
+  choose_cpu_target(options.cpu_target);  // a wrong name is wrong on every backend
+  Problem problem;
+  problem.pass = pass_of(pass);
+  problem.family = family_of(options);
+  problem.accumulate = accumulate;
+  const bool whole = problem.pass == Pass::kForward || problem.pass == Pass::kBackward;
+  if (!whole && problem.family != Family::kMaterialized) {
+    throw std::invalid_argument("kernel must be 'materialized' for call '" + pass +
+                                "', got 'fused'");
+  }
+  if (problem.pass == Pass::kBwdD) options.ranges = py::none();  // keys play no part
+  take_arrays(arrays, problem, take);
+  set_sizes(problem);
+  check(options, problem);
+  return problem;
+}
+
 py::dict as_dict(const RunInfo& info, const BackendChoice& choice) {
   forget_plain_run();
   py::dict passed_over;
@@ -135,24 +171,59 @@ py::dict run(const std::string& pass, const py::dict& arrays, bool accumulate,
   // A copy of the dict: it keeps the arrays alive, whatever other threads do to the caller's.
   const py::dict given = arrays.attr("copy")();
   Options options = options_of(given_options);
-  choose_cpu_target(options.cpu_target);  // a wrong name is wrong on every backend
-  Problem problem;
-  problem.pass = pass_of(pass);
-  problem.family = family_of(options);
-  problem.accumulate = accumulate;
-  const bool whole = problem.pass == Pass::kForward || problem.pass == Pass::kBackward;
-  if (!whole && problem.family != Family::kMaterialized) {
-    throw std::invalid_argument("kernel must be 'materialized' for call '" + pass +
-                                "', got 'fused'");
-  }
-  if (problem.pass == Pass::kBwdD) options.ranges = py::none();  // keys play no part
-  take_arrays(given, problem);
-  set_sizes(problem);
-  check(options, problem);
+  const Problem problem = problem_of(pass, given, accumulate, options, operand_of);
   const BackendChoice choice = choose_backend(problem, options.backend);
   const RunInfo info =
       without_gil([&] { return choice.backend->run(problem, options.cpu_target); });
   return as_dict(info, choice);
+}
+
+// An array that a framework binds to a kernel: (dtype, shape, strides, bytes from where its buffer
+// starts).
+Operand described_operand(const py::handle& object, const std::string& name) {
+  const auto [dtype, shape, strides, offset] =
+      object.cast<std::tuple<std::string, std::vector<Int64>, std::vector<Int64>, Int64>>();
+  if (shape.size() > 4 || strides.size() != shape.size() || offset < 0) {
+    throw std::invalid_argument(name + " must have at most 4 axes, and a stride for each");
+  }
+  Operand operand;
+  operand.dtype = dtype_of(dtype, name);
+  // No address that anybody reads at: its distance from a page is the offset, and it is not null.
+  operand.data = reinterpret_cast<void*>(static_cast<std::uintptr_t>(offset) + 4096);
+  operand.writeable = true;
+  operand.ndim = static_cast<int>(shape.size());
+  for (std::size_t axis = 0; axis < shape.size(); ++axis) {
+    operand.shape[axis] = shape[axis];
+    operand.strides[axis] = shape[axis] < 2 ? 0 : strides[axis];
+  }
+  return operand;
+}
+
+py::dict plan_stream(const std::string& pass, const py::dict& arrays, const py::dict& given_options,
+                     bool cut) {
+  forget_plain_run();
+  Options options = options_of(given_options);
+  const metal::StreamPlan plan =
+      plan_metal_stream(problem_of(pass, arrays, false, options, described_operand), cut);
+  py::list dispatches;
+  for (const metal::StreamDispatch& dispatch : plan.dispatches) {
+    py::dict entry;
+    entry["kernel"] = dispatch.kernel;
+    entry["switches"] = py::tuple(py::cast(dispatch.switches));
+    entry["groups"] = py::tuple(py::cast(dispatch.groups));
+    entry["threads"] = dispatch.threads;
+    entry["grid"] = dispatch.grid;
+    entry["begins_another"] = dispatch.begins_another;
+    dispatches.append(entry);
+  }
+  py::dict scratch;
+  for (const auto& [name, floats] : plan.scratch) scratch[name] = floats;
+  py::dict result;
+  result["params"] = plan.params;
+  result["ranges"] = plan.ranges;
+  result["scratch"] = scratch;
+  result["dispatches"] = dispatches;
+  return result;
 }
 
 }  // namespace
@@ -160,6 +231,9 @@ py::dict run(const std::string& pass, const py::dict& arrays, bool accumulate,
 void register_attention(py::module_& module) {
   module.def("run", &run, py::arg("call"), py::arg("arrays"), py::arg("accumulate"),
              py::arg("options"));
+  module.def("plan_stream", &plan_stream, py::arg("call"), py::arg("arrays"), py::arg("options"),
+             py::arg("cut"));
+  module.def("shader_text", [] { return std::string(metal::shader_text()); });
 }
 
 }  // namespace forge::bindings

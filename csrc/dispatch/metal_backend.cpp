@@ -4,11 +4,36 @@
 #include <string>
 #include <utility>
 
-#include "metal/attention.h"
+#include "core/errors.h"
 #include "shared/fused_tiling.h"
 
 namespace forge {
 namespace {
+
+// Why no device's kernels take the problem; empty where they do.
+std::string kernels_refuse(const Problem& problem) {
+  if (problem.dtype == DType::kFloat64) {
+    return "Metal has no float64; float64 needs backend='cpu'";
+  }
+  if (problem.family == Family::kMaterialized && is_half(problem.kv_dtype)) {
+    return std::string("the materialized Metal kernels take float32, got ") +
+           dtype_name(problem.kv_dtype);
+  }
+  if (const std::string option = beyond_plain(problem); !option.empty()) {
+    return "the Metal kernels do not take " + option;
+  }
+  if (problem.family == Family::kMaterialized) return "";
+  if (problem.hd > kMaxFusedHeadDim) {
+    return "the fused Metal kernels take head dims 1 to " + std::to_string(kMaxFusedHeadDim) +
+           ", got " + std::to_string(problem.hd);
+  }
+  const Int64 longest = std::max(problem.H / problem.Hkv * problem.Tq, problem.Tk);
+  if (longest > kMaxFusedLength) {
+    return "the fused Metal kernels take up to " + std::to_string(kMaxFusedLength) +
+           " keys, and as many queries times H / Hkv; got " + std::to_string(longest);
+  }
+  return "";
+}
 
 class MetalBackend final : public Backend {
  public:
@@ -20,32 +45,11 @@ class MetalBackend final : public Backend {
   }
 
   Support supports(const Problem& problem) const override {
-    if (problem.dtype == DType::kFloat64) {
-      return {false, "Metal has no float64; float64 needs backend='cpu'"};
+    std::string reason = kernels_refuse(problem);
+    if (reason.empty() && problem.family == Family::kFused) {
+      reason = metal::fused_unavailable_reason(problem);
     }
-    if (problem.family == Family::kMaterialized && is_half(problem.kv_dtype)) {
-      return {false, std::string("the materialized Metal kernels take float32, got ") +
-                         dtype_name(problem.kv_dtype)};
-    }
-    if (const std::string option = beyond_plain(problem); !option.empty()) {
-      return {false, "the Metal kernels do not take " + option};
-    }
-    if (problem.family == Family::kFused && problem.hd > kMaxFusedHeadDim) {
-      return {false, "the fused Metal kernels take head dims 1 to " +
-                         std::to_string(kMaxFusedHeadDim) + ", got " + std::to_string(problem.hd)};
-    }
-    const Int64 rows = problem.H / problem.Hkv * problem.Tq;
-    const Int64 longest = std::max(rows, problem.Tk);
-    if (problem.family == Family::kFused && longest > kMaxFusedLength) {
-      return {false, "the fused Metal kernels take up to " + std::to_string(kMaxFusedLength) +
-                         " keys, and as many queries times H / Hkv; got " +
-                         std::to_string(longest)};
-    }
-    if (problem.family == Family::kFused) {
-      const std::string reason = metal::fused_unavailable_reason(problem);
-      return {reason.empty(), reason};
-    }
-    return {true, ""};
+    return {reason.empty(), reason};
   }
 
   RunInfo run(const Problem& problem, const std::string&) const override {
@@ -65,6 +69,14 @@ class MetalBackend final : public Backend {
 const Backend& metal_backend() {
   static const MetalBackend backend;
   return backend;
+}
+
+metal::StreamPlan plan_metal_stream(const Problem& problem, bool cut) {
+  const std::string reason = problem.family == Family::kFused
+                                 ? kernels_refuse(problem)
+                                 : "only kernel='fused' runs in a framework's command stream";
+  if (!reason.empty()) throw NotServed(reason);
+  return metal::plan(problem, cut);
 }
 
 }  // namespace forge

@@ -1,6 +1,8 @@
 #include "metal/attention.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <vector>
@@ -8,10 +10,18 @@
 #include "metal/buffers.h"
 #include "metal/command_stream.h"
 #include "metal/context.h"
+#include "metal/dispatches.h"
 #include "metal/kernels.h"
+#include "metal/shader_source.h"
 
 namespace forge::metal {
 namespace {
+
+struct Scratch {
+  BufferIndex slot;
+  const char* name;
+  Int64 floats;
+};
 
 // How the kernels treat an array; the fused ones write gradients that the materialized ones add to.
 Access access_of(Use use, const Problem& problem) {
@@ -76,22 +86,41 @@ std::vector<Kernel> kernels_of(const Problem& problem, const AttnParams& params)
   return {materialized::bwd_dkv(params)};
 }
 
-// Memory of the call's own.
-void add_scratch(Buffers& buffers, const Problem& problem, AttnParams& params) {
-  const auto scratch = [&](BufferIndex slot, const char* name, Int64 floats) {
-    buffers.add_private(slot, name, nullptr, static_cast<std::size_t>(floats) * sizeof(float));
-  };
+// Memory of the call's own, in floats.
+std::vector<Scratch> scratch_of(const Problem& problem, AttnParams& params) {
+  std::vector<Scratch> scratch;
   if (problem.pass == Pass::kBackward) {
-    scratch(kBufferDRow, "d_row", params.B * params.H * params.Tq);
+    scratch.push_back({kBufferDRow, "d_row", params.B * params.H * params.Tq});
   }
   if (rounds_into_o(problem)) {
     params.o = compact_strides(params.Tq, params.H, params.hd);
-    scratch(kBufferO, "o in float32", params.B * params.o.batch);
+    scratch.push_back({kBufferO, "o in float32", params.B * params.o.batch});
   }
   const bool fused_forward = problem.family == Family::kFused && problem.pass == Pass::kForward;
   if (fused_forward && fused::is_decode(params)) {
-    scratch(kBufferPartial, "partial", fused::decode_partial_size(params));
+    scratch.push_back({kBufferPartial, "partial", fused::decode_partial_size(params)});
   }
+  return scratch;
+}
+
+// Whether every array that has rows has aligned ones, its data being where it is bound.
+bool are_aligned(const Problem& problem) {
+  const auto& table = operand_table();
+  return std::all_of(table.begin(), table.end(), [&](const OperandInfo& info) {
+    const Operand& operand = problem.operands[info.slot];
+    const bool has_rows = info.axes == Axes::kQueryHeads || info.axes == Axes::kKeyHeads;
+    if (!has_rows || operand.data == nullptr || is_empty(operand)) return true;
+    return rows_are_aligned(problem.hd, operand.heads_strides(),
+                            reinterpret_cast<std::uintptr_t>(operand.data), operand.dtype);
+  });
+}
+
+template <typename T>
+std::vector<Int64> words_of(const T* records, std::size_t count) {
+  static_assert(sizeof(T) % sizeof(Int64) == 0, "whole words");
+  std::vector<Int64> words(count * (sizeof(T) / sizeof(Int64)));
+  if (count > 0) std::memcpy(words.data(), records, count * sizeof(T));
+  return words;
 }
 
 // Blocks of memory whose pages the device may write: those that nothing but outputs lies in.
@@ -152,7 +181,10 @@ Ran run(const Problem& problem) {
   Buffers buffers(context->device(), owned);
   CommandStream stream(context, buffers, params);
   add_operands(buffers, params, problem);
-  add_scratch(buffers, problem, params);
+  for (const Scratch& own : scratch_of(problem, params)) {
+    buffers.add_private(own.slot, own.name, nullptr,
+                        static_cast<std::size_t>(own.floats) * sizeof(float));
+  }
   buffers.make();
   for (Kernel kernel : kernels_of(problem, params)) {
     if (problem.family == Family::kFused) {
@@ -165,5 +197,37 @@ Ran run(const Problem& problem) {
   buffers.copy_back();
   return {context->device_name(), context->library_origin(), buffers.report()};
 }
+
+StreamPlan plan(const Problem& problem, bool cut) {
+  AttnParams params = params_as<float>(problem);
+  const std::vector<Scratch> scratch = scratch_of(problem, params);
+  const bool aligned = are_aligned(problem);
+  StreamPlan plan;
+  plan.params = words_of(&params, 1);
+  plan.ranges = words_of(problem.ranges.data(), problem.ranges.size());
+  for (const Scratch& own : scratch) {
+    plan.scratch.emplace_back(own.name, own.floats);
+  }
+  CommandBudget budget;
+  for (Kernel kernel : kernels_of(problem, params)) {
+    kernel.switches.is_aligned = aligned;
+    set_types(kernel.switches, problem);
+    std::vector<std::pair<int, bool>> switches;
+    kernel.switches.list(
+        [&](FunctionConstant index, bool value) { switches.emplace_back(index, value); });
+    for (const Dispatch& dispatch : cut ? dispatches_of(kernel) : whole(kernel)) {
+      const AttnGrid grid = grid_of(params, dispatch);
+      plan.dispatches.push_back({kernel.name,
+                                 switches,
+                                 {dispatch.count[0], dispatch.count[1], dispatch.count[2]},
+                                 kernel.threadgroup_threads,
+                                 words_of(&grid, 1),
+                                 budget.begins_another(dispatch)});
+    }
+  }
+  return plan;
+}
+
+const char* shader_text() { return kShaderSource; }
 
 }  // namespace forge::metal

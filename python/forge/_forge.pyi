@@ -79,6 +79,32 @@ def last_plain_run() -> dict[str, Any] | None: ...
 def run(
     call: Pass, arrays: dict[str, Array], accumulate: bool, options: Options
 ) -> dict[str, Any]: ...
+
+# An array as a framework binds it: dtype, shape, strides in elements, bytes from where its buffer
+# starts.
+Bound = tuple[str, tuple[int, ...], tuple[int, ...], int]
+
+class Dispatch(TypedDict):
+    kernel: str
+    switches: tuple[tuple[int, bool], ...]
+    groups: tuple[int, int, int]
+    threads: int
+    grid: list[int]
+    begins_another: bool
+
+class StreamPlan(TypedDict):
+    params: list[int]
+    ranges: list[int]
+    scratch: dict[str, int]
+    dispatches: list[Dispatch]
+
+# What to dispatch for a call of the fused family on an Apple GPU; arrays by the same names. Needs
+# no GPU, but a build with the shaders. cut: into dispatches as short as Metal's watchdog asks for;
+# else each kernel is one.
+def plan_stream(
+    call: Literal["forward", "backward"], arrays: dict[str, Bound], options: Options, cut: bool
+) -> StreamPlan: ...
+def shader_text() -> str: ...
 def bfloat16_bits(capsule: object) -> Array: ...
 def backends() -> dict[str, dict[str, Any]]: ...
 def build_config() -> dict[str, Any]: ...

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forge import _torch_mps
 from forge._arrays import Array
 from forge._attention import attention_backward, attention_forward
 from forge._calls import restored
@@ -156,6 +157,46 @@ def _wanted(want_dbias: bool, want_dsinks: bool) -> list[str]:
     return ["dbias"] * want_dbias + ["dsinks"] * want_dsinks
 
 
+def _run_forward_mps(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    sizes, compiled = _prepared_mps(q, k, v, Options(*options))
+    out, row_max, row_sum, kept = _torch_mps.forward(q, k, v, sizes, compiled)
+    if kept is out:
+        kept = row_max.new_empty(0)  # an operator returns no tensor twice
+    return out, row_max + row_sum.log(), row_max, row_sum, row_max.new_empty(0), kept
+
+
+def _run_backward_mps(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    out, row_max, row_sum, _ = rest[:4]
+    sizes, compiled = _prepared_mps(q, k, v, Options(*rest[6:]))
+    inputs = {
+        "q": q, "k": k, "v": v, "o": out, "dout": dout, "row_max": row_max, "row_sum": row_sum
+    }  # fmt: skip
+    if dlse is not None:
+        inputs["dlse"] = dlse
+    nothing = dout.new_empty(0), dout.new_empty(0)  # neither bias nor sinks are taken
+    return *_torch_mps.backward(inputs, sizes, compiled), *nothing
+
+
+def _prepared_mps(q: Tensor, k: Tensor, v: Tensor, given: Options) -> Any:
+    for name in ("bias", "mask", "sinks"):
+        if getattr(given, name) is not None:
+            raise ValueError(
+                f"{name} must be None for MPS tensors, whose kernels do not take it; move q, k and "
+                "v to the CPU"
+            )
+    return _torch_mps.prepared(
+        q,
+        k,
+        v,
+        MaskAndScale(**given.mask_and_scale()),
+        heads=(given.num_heads, given.num_kv_heads),
+        kernel=given.kernel,
+        backend=given.backend,
+    )
+
+
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
     given = Options(*options)
     sizes = head_counts(q, k, v, given.num_heads, given.num_kv_heads)
@@ -229,6 +270,8 @@ backward_op = torch.library.custom_op(
     device_types="cpu",
     schema=_BACKWARD,
 )
+forward_op.register_kernel("mps", _run_forward_mps)
+backward_op.register_kernel("mps", _run_backward_mps)
 forward_op.register_fake(_fake_forward)
 backward_op.register_fake(_fake_backward)
 forward_op.register_autograd(_differentiate, setup_context=_keep)

@@ -29,9 +29,10 @@ def autocast(kernel: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
     Not for the materialized family, which has no half precision to be cast to.
     """
-    if kernel == "materialized" or not torch.is_autocast_enabled("cpu"):
+    device = tensors[0].device.type
+    if kernel == "materialized" or not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
@@ -40,10 +41,10 @@ def check_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}")
-    if value.device.type != "cpu":
+    if value.device.type not in ("cpu", "mps"):
         raise ValueError(
-            f"{name} must be a CPU tensor, got one on {value.device}; move it with {name}.cpu(), "
-            "or use F.scaled_dot_product_attention there"
+            f"{name} must be a CPU tensor, or an MPS tensor, got one on {value.device}; move it "
+            f"with {name}.cpu(), or use F.scaled_dot_product_attention there"
         )
     if value.dtype not in _DTYPES:
         raise TypeError(wrong_dtype(name, value.dtype, value))
@@ -109,7 +110,19 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> Tensor
     return None if out is None else torch.from_numpy(out)
 
 
+def check_devices(tensors: dict[str, Tensor]) -> None:
+    device = tensors["q"].device
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on the device of q, {device}, got {tensor.device}")
+
+
 def as_positions(name: str, value: Positions | Tensor) -> Tensor | None:
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be a CPU tensor, got one on {value.device}: its values are checked "
+            f"before the call. {name}.cpu() waits for the GPU"
+        )
     if value is None or isinstance(value, Tensor):
         return value
     if torch.compiler.is_compiling() and isinstance(value, (list, tuple, range, np.ndarray)):

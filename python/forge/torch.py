@@ -1,6 +1,7 @@
-"""forge's attention for PyTorch: CPU tensors, gradients, torch.compile.
+"""forge's attention for PyTorch: CPU and MPS tensors, gradients, torch.compile.
 
-Tensors are read and gradients are handed back on their own memory, without a copy.
+Tensors are read and gradients are handed back on their own memory, without a copy; on MPS in
+PyTorch's own Metal stream, without a wait.
 
 Example::
 
@@ -30,6 +31,7 @@ from forge._torch_tensors import (
     as_positions,
     autocast,
     boundaries,
+    check_devices,
     check_score_tensor,
     check_tensor,
     dtype_name,
@@ -60,16 +62,16 @@ def attention(
     backend: str | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention on CPU tensors, differentiable once; see :func:`forge.attention`.
+    """Exact attention on CPU and MPS tensors, differentiable once; see :func:`forge.attention`.
 
     The options are those of :func:`forge.attention`, and so is the layout: ``[B, T, heads, hd]``,
     not torch's ``[B, heads, T, hd]`` (:func:`scaled_dot_product_attention` takes that one). Strided
     tensors are read in place as long as their last axis has unit stride.
 
     Args:
-        q: queries, ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]`` on the CPU: float32, float16 or
-            bfloat16 (float64 with ``kernel="materialized"``). Under ``torch.autocast`` all three
-            are cast to its dtype, as torch's own function does.
+        q: queries, ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]``: float32, float16 or bfloat16
+            (float64 with ``kernel="materialized"``). Under ``torch.autocast`` all
+            three are cast to its dtype, as torch's own function does.
         k: keys, ``[B, Tk, Hkv, hd]`` or ``[B, Tk, Hkv * hd]``, of q's dtype, or of half precision
             under a float32 q.
         v: values, of k's shape but for the last axis.
@@ -90,7 +92,8 @@ def attention(
         num_heads: ``H``; needed for 3-D tensors.
         num_kv_heads: ``Hkv``; for 3-D tensors, ``H`` by default.
         kernel: ``"fused"`` (the default) or ``"materialized"``.
-        backend: ``"cpu"`` or ``"metal"``; by default FORGE_BACKEND, else the first that serves.
+        backend: ``"cpu"`` or ``"metal"``; by default FORGE_BACKEND, else the first that serves. On
+            MPS ``"metal"`` is the only one.
         return_lse: return the log-sum-exp of each row as well; gradients flow through it.
 
     Returns:
@@ -99,8 +102,8 @@ def attention(
 
     Raises:
         TypeError: wrong types or dtypes.
-        ValueError: wrong shapes or values, tensors that are not on the CPU, or a combination that
-            kernel or backend cannot serve.
+        ValueError: wrong shapes or values, tensors on other devices or on several, or a combination
+            that kernel or backend cannot serve.
         NotImplementedError: forward-mode differentiation (torch.func.jvp and the like).
         MemoryError: the results do not fit.
     """
@@ -135,6 +138,7 @@ def attention(
     kernel = kernel_name(kernel)
     q, k, v = autocast(kernel, q, k, v)
     values = {"q": q, "k": k, "v": v}
+    check_devices(values)
     check_dtypes({name: dtype_name(x) for name, x in values.items()}, kernel, values)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be a string, got {type(backend).__name__}")
@@ -172,7 +176,7 @@ def scaled_dot_product_attention(
     """What ``torch.nn.functional.scaled_dot_product_attention`` computes, by forge.
 
     Args:
-        query: ``[..., H, Tq, hd]``, float32, float16 or bfloat16 on the CPU.
+        query: ``[..., H, Tq, hd]``, float32, float16 or bfloat16 on the CPU or on MPS.
         key: ``[..., Hkv, Tk, hd]``; its leading axes broadcast with those of query and value.
         value: ``[..., Hkv, Tk, hv]``.
         attn_mask: broadcasts to ``[..., H, Tq, Tk]``: bool, True being visible, or of query's dtype

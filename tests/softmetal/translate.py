@@ -60,8 +60,9 @@ def declared(declarator: msl.Declarator, number: int) -> str:
     if declarator.form == "&":
         if space in REFERENCES and not const:
             return f"const softmetal::{REFERENCES[space]}<{type_}>&"
-        if space in REFERENCES:
-            raise msl.fail(declarator.at, f"a const reference to {space} memory")
+        if space == "threadgroup":
+            raise msl.fail(declarator.at, "a const reference to threadgroup memory")
+        # To device memory: what it refers to is loaded where the reference is made, and checked.
         return f"{'const ' if space == 'constant' else const}{type_}&"
     if space == "threadgroup":
         if not declarator.sizes:

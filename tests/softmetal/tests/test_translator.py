@@ -41,6 +41,7 @@ def body_of(text: str) -> str:
         ("thread float* p = 0;", "float* p = 0;"),
         ("thread float p = 0;", "float p = 0;"),
         ("thread const float& p = x;", "const float& p = x;"),
+        ("device const float& x = *p;", "const float& x = *p;"),  # a checked load
         ("threadgroup float t[8];", 'softmetal::ThreadgroupArray<float, (8)> t(0, "t");'),
         (
             "threadgroup float t[N * 2][9];",
