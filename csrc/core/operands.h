@@ -70,6 +70,12 @@ enum class Axes {
   kSomePairs,    // each axis 1 or that of [B, H, Tq, Tk], likewise
 };
 
+// Whether its elements are rows of heads.
+inline bool has_heads(Axes axes) {
+  return axes == Axes::kQueryHeads || axes == Axes::kOutputHeads || axes == Axes::kKeyHeads ||
+         axes == Axes::kValueHeads;
+}
+
 enum class Use {
   kNone,
   kRead,

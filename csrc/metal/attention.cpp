@@ -108,8 +108,7 @@ bool are_aligned(const Problem& problem) {
   const auto& table = operand_table();
   return std::all_of(table.begin(), table.end(), [&](const OperandInfo& info) {
     const Operand& operand = problem.operands[info.slot];
-    const bool has_rows = info.axes == Axes::kQueryHeads || info.axes == Axes::kKeyHeads;
-    if (!has_rows || operand.data == nullptr || is_empty(operand)) return true;
+    if (!has_heads(info.axes) || operand.data == nullptr || is_empty(operand)) return true;
     return rows_are_aligned(problem.hd, operand.heads_strides(),
                             reinterpret_cast<std::uintptr_t>(operand.data), operand.dtype);
   });

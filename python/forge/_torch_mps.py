@@ -36,6 +36,11 @@ def prepared(
     backend: str | None,
 ) -> tuple[Sizes, _forge.Options]:
     sizes = head_counts(q, k, v, *heads)
+    if sizes.hv != sizes.hd:
+        raise ValueError(
+            f"v must have the head dim of q and k for MPS tensors, got {sizes.hv} and {sizes.hd}; "
+            "move them to the CPU"
+        )
     return sizes, stream_options(given, sizes, kernel_name(kernel), backend, WHERE)
 
 

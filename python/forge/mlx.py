@@ -1,7 +1,7 @@
 """forge's attention for MLX: arrays in MLX's memory, gradients for mx.grad.
 
-Inputs are read and results are written where MLX keeps them, without a copy; bfloat16 results are
-copied once.
+On an Apple GPU a part of MLX's graph, lazily. Elsewhere inputs are read and results are written
+where MLX keeps them, without a copy; bfloat16 results are copied once.
 
     import forge.mlx
     out = forge.mlx.attention(q, k, v, causal=True, window=1024, softcap=50.0)
@@ -9,6 +9,7 @@ copied once.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,9 +23,11 @@ except ImportError as error:
         "forge"
     ) from error
 
+from forge import _mlx_stream
 from forge._attention import attention_backward, attention_forward
 from forge._dtypes import BFloat16Bits, check_dtypes, wrong_dtype
-from forge._options import Window, kernel_name
+from forge._mlx_derivatives import once_differentiable
+from forge._options import MaskAndScale, Window, backend_name, head_counts, kernel_name
 
 __all__ = ["attention"]
 
@@ -54,8 +57,10 @@ def attention(
     """Exact attention on MLX arrays, differentiable once; see :func:`forge.attention`.
 
     The options are those of :func:`forge.attention`, and so is the layout: ``[B, T, heads, hd]``,
-    not ``[B, heads, T, hd]`` as in ``mx.fast.scaled_dot_product_attention``. It computes at once:
-    q, k and v are evaluated first, so it cannot stand inside ``mx.compile`` or ``mx.vmap``.
+    not ``[B, heads, T, hd]`` as in ``mx.fast.scaled_dot_product_attention``. Where
+    MLX computes on an Apple GPU, float32 arrays go to forge's kernels in its stream, lazily, also
+    inside ``mx.compile``. Otherwise it computes at once: q, k and v are evaluated first, so it
+    cannot stand inside ``mx.compile``. Nowhere can it stand inside ``mx.vmap``.
 
     Args:
         q: queries, ``[B, Tq, H, hd]`` or ``[B, Tq, H * hd]``: float32, float16 or bfloat16, or
@@ -88,7 +93,7 @@ def attention(
     Raises:
         TypeError: wrong types or dtypes.
         ValueError: wrong shapes or values, a combination that kernel or backend cannot serve, or
-            arrays that ``mx.compile`` or ``mx.vmap`` traces.
+            arrays that ``mx.vmap`` traces, or ``mx.compile`` outside MLX's GPU stream.
         MemoryError: the results do not fit.
         NotImplementedError: a second derivative, or ``mx.jvp``.
     """
@@ -96,7 +101,8 @@ def attention(
     for name, value in arrays.items():
         _check_array(name, value)
     dtypes = {name: str(value.dtype).rpartition(".")[2] for name, value in arrays.items()}
-    check_dtypes(dtypes, kernel_name(kernel), dict(arrays))
+    family = kernel_name(kernel)
+    check_dtypes(dtypes, family, dict(arrays))
     scores = {name: x for name, x in (("bias", bias), ("sinks", sinks)) if x is not None}
     for name, value in scores.items():
         _check_score_array(name, value)
@@ -111,26 +117,29 @@ def attention(
             f"mask must be an mx.array of bool, or 'causal', got {got}"
             f"{'; that is bias=mask' * floats}"
         )
-    given = {
-        "query_offset": query_offset, "key_start": key_start, "key_end": key_end, "mask": mask
-    }  # fmt: skip
-    _evaluate(q, k, v, *scores.values(), *(x for x in given.values() if isinstance(x, mx.array)))
-    options = {
-        "causal": causal,
-        "window": window,
-        "softcap": softcap,
-        "scale": scale,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "kernel": kernel,
-        "backend": backend,
-        **{
-            name: np.asarray(value) if isinstance(value, mx.array) else value
-            for name, value in given.items()
-        },
-    }
-    out: mx.array = _differentiable(options, list(scores))(q, k, v, *scores.values())
-    return out
+    given = MaskAndScale(
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        query_offset=_as_positions("query_offset", query_offset),
+        key_start=_as_positions("key_start", key_start),
+        key_end=_as_positions("key_end", key_end),
+    )
+    sizes = head_counts(q, k, v, num_heads, num_kv_heads)
+    on_gpu = _mlx_stream.serves(sizes, given, family, backend_name(backend), q, k, v)
+    if on_gpu and not scores and mask is None:
+        return _mlx_stream.attention(q, k, v, given, sizes)
+    _evaluate(q, k, v, *scores.values(), *([] if mask is None else [mask]))
+    options: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    options["kernel"] = kernel
+    for field in fields(given):
+        options[field.name] = getattr(given, field.name)
+    if mask is not None:
+        options["mask"] = np.asarray(mask)
+    return _differentiable({**options, "backend": backend}, list(scores))(
+        q, k, v, *scores.values()
+    )[0]
 
 
 def _differentiable(options: dict[str, Any], scores: list[str]) -> Any:
@@ -141,7 +150,7 @@ def _differentiable(options: dict[str, Any], scores: list[str]) -> Any:
     """
     kept = {}
 
-    def forward(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> mx.array:
+    def forward(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> list[mx.array]:
         of_scores = {name: _readable(x) for name, x in zip(scores, more, strict=True)}
         given: dict[str, Any] = {**options, **of_scores}
         out = None
@@ -151,11 +160,11 @@ def _differentiable(options: dict[str, Any], scores: list[str]) -> Any:
         inputs = (_readable(x) for x in (q, k, v))
         made, kept["saved"] = attention_forward(*inputs, out=into, **given)
         if out is not None:
-            return out
-        return _bfloat16(made) if q.dtype == mx.bfloat16 else mx.array(made)
+            return [out]
+        return [_bfloat16(made) if q.dtype == mx.bfloat16 else mx.array(made)]
 
-    def backward(*given: mx.array) -> tuple[mx.array, ...]:
-        *inputs, dout = given
+    def backward(*given: mx.array) -> list[mx.array]:
+        *inputs, dout, _ = given
         _evaluate(dout)
         gradients = {
             name: None if x.dtype == mx.bfloat16 else _new(x)
@@ -173,16 +182,9 @@ def _differentiable(options: dict[str, Any], scores: list[str]) -> Any:
         of_scores = (
             mx.array(array).astype(x.dtype) for array, x in zip(made[3:], inputs[3:], strict=True)
         )
-        return *of_inputs, *of_scores
+        return [*of_inputs, *of_scores]
 
-    # Without these two MLX would take the results for constants: second derivatives of zero.
-    first_derivative = mx.custom_function(backward)
-    first_derivative.vjp(_refuse_second_derivative)
-    first_derivative.jvp(_refuse_second_derivative)
-    function = mx.custom_function(forward)
-    function.vjp(lambda primals, dout, out: first_derivative(*primals, dout))
-    function.jvp(_refuse_forward_mode)
-    return function
+    return once_differentiable(forward, backward)
 
 
 def _check_array(name: str, value: object) -> None:
@@ -203,9 +205,21 @@ def _evaluate(*arrays: mx.array) -> None:
         mx.eval(*arrays)
     except ValueError as error:
         raise ValueError(
-            "forge.mlx.attention must be called outside mx.compile and mx.vmap, got arrays that "
-            "have no values yet; compile what stands before and after it, and put what vmap would "
-            "map into the batch axis"
+            "forge.mlx.attention must be called outside mx.compile and mx.vmap where it does not "
+            "run in MLX's GPU stream, got arrays that have no values yet; compile what stands "
+            "before and after it, and put what vmap would map into the batch axis"
+        ) from error
+
+
+def _as_positions(name: str, value: Positions) -> npt.ArrayLike | None:
+    if not isinstance(value, mx.array):
+        return value
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} must have values before the call, which checks them, got an array that "
+            "mx.compile or mx.vmap traces; give ints or a NumPy array there"
         ) from error
 
 
@@ -226,16 +240,3 @@ def _readable(x: mx.array) -> Any:
 def _bfloat16(bits: Any) -> mx.array:
     """Return a copy of bits as MLX's bfloat16; NumPy cannot write into that."""
     return mx.array(bits.view(np.ndarray).view(np.uint16)).view(mx.bfloat16)
-
-
-def _refuse_second_derivative(*_: Any) -> Any:
-    raise NotImplementedError(
-        "forge.mlx.attention has first derivatives only, got a derivative of its gradient; where "
-        "second derivatives are needed, use mx.fast.scaled_dot_product_attention"
-    )
-
-
-def _refuse_forward_mode(*_: Any) -> Any:
-    raise NotImplementedError(
-        "forge.mlx.attention has no forward-mode derivative, got mx.jvp; use mx.vjp or mx.grad"
-    )

@@ -29,11 +29,12 @@ PEERS = ["test_jax", "test_jax_programs", "test_mlx", "test_recommendations", "t
 PEERS += ["test_jax_scores", "test_torch_scores"]
 PEERS += ["test_transformers", "test_transformers_half", "test_transformers_models"]
 PEERS += ["test_transformers_refusals"]
+STREAMS = ["test_mlx_stream", "test_torch_stream"]  # a CTest of their own runs them
 IGNORED = {
     "all": [],
-    "target": ONCE + PROGRAMS + PEERS,
-    "device": [*ONCE, "test_transformers_half"],  # minutes, on what test_half holds on a device
-    "quick": ONCE + PROGRAMS + PEERS,
+    "target": ONCE + PROGRAMS + PEERS + STREAMS,
+    "device": ONCE + PEERS + STREAMS,
+    "quick": ONCE + PROGRAMS + PEERS + STREAMS,
 }
 collect_ignore = [f"{module}.py" for module in IGNORED[SCOPE]]
 

@@ -28,7 +28,7 @@ def stream(monkeypatch):
     stream = torch_stream.Stream()
     for name, stands_for in stream.patches().items():
         monkeypatch.setattr(torch._C, name, stands_for, raising=False)
-    monkeypatch.setattr(ft, "_plain_attention", lambda *_: None)
+    monkeypatch.setattr(ft, "plain_attention", lambda *_: None)
     monkeypatch.delenv("FORGE_BACKEND", raising=False)
     _torch_mps._compiled.cache_clear()
     _torch_ops.forward_op.register_kernel("cpu", _torch_ops._run_forward_mps)
@@ -123,12 +123,13 @@ def test_a_kernel_is_compiled_once_and_takes_its_arguments_in_their_order(rng, s
     forward = stream.calls[0]
     assert forward.threads == (2 * 128, 2, 2)  # tiles of 32 rows, kv heads, sequences
     assert forward.group == (128, 1, 1)
-    q, k, v, o, row_max, row_sum, ranges, params, grid = forward.arguments
+    q, k, v, o, unused, row_max, row_sum, ranges, params, grid = forward.arguments
     assert [tuple(x.shape) for x in (q, k, v, o)] == [
         (2, 37, 2, 32),
         *[(2, 45, 2, 32)] * 2,
         (2, 37, 2, 32),
     ]
+    assert unused is q  # rounded_o, which float32 has no use for
     assert row_max.shape == row_sum.shape == (2, 2, 37)
     assert ranges == [45 - 37, 0, 45] * 2
     assert params[:3] == [2, 37, 45]
@@ -173,6 +174,21 @@ def test_three_axes_and_a_gradient_of_one_number(rng, stream):
         np.testing.assert_allclose(x.grad, expected.reshape(x.shape), rtol=2e-5, atol=2e-5)
 
 
+def test_what_the_shaders_do_not_take_is_refused(rng, stream):
+    q, k, v, _ = (torch.from_numpy(x) for x in random_inputs(rng, B=1, Tq=3, H=2, hd=32))
+    for name, value in (
+        ("bias", torch.zeros(1, 1, 3, 3)),
+        ("mask", torch.ones(1, 1, 3, 3, dtype=torch.bool)),
+        ("sinks", torch.zeros(2)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must be None for MPS tensors"):
+            ft.attention(q, k, v, **{name: value})
+    with pytest.raises(ValueError, match=r"^v must have the head dim .* 8 and 32"):
+        ft.attention(q, k, v[..., :8])
+    with pytest.raises(ValueError, match="a range of keys for each query"):
+        ft.attention(q, k, v, key_end=[[1, 2, 3]])
+
+
 def test_a_batch_whose_key_ranges_do_not_fit_one_call_takes_two(rng, stream):
     B = 4096 // 24 + 5
     arrays = random_inputs(rng, B=B, Tq=2, Tk=5, H=2, Hkv=2, hd=32)
@@ -183,7 +199,7 @@ def test_a_batch_whose_key_ranges_do_not_fit_one_call_takes_two(rng, stream):
     }
     dlse = np.zeros((B, 2, 2), np.float32)
     assert_parity(run(arrays, dlse, options), on_cpu(*arrays, dlse, options))
-    assert [len(call.arguments[6]) for call in stream.calls[:2]] == [3 * 170, 3 * 5]
+    assert [len(call.arguments[7]) for call in stream.calls[:2]] == [3 * 170, 3 * 5]
 
 
 @pytest.mark.parametrize("shape", [{"B": 0}, {"Tq": 0}, {"Tk": 0}], ids=["B", "Tq", "Tk"])
