@@ -69,6 +69,22 @@ def test_dbias_has_the_same_bits_at_any_number_of_threads(whole, cpu, kernel, rn
             np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_many_threads_add_to_one_dbias_in_turns(heads, cpu, rng):
+    """More threads than heads, small tiles, many runs: a turn left out shows as other bits."""
+    q, k, v, dout = random_inputs(rng, 6, 200, 400, 4, 2, hd=16)
+    bias = rng.standard_normal((1, heads, 200, 400)).astype(np.float32)
+    _, saved = forge.attention_forward(q, k, v, bias=bias, backend=cpu)
+    before = forge._forge.num_threads()
+    forge.set_num_threads(1)
+    want = forge.attention_backward(dout, saved, dbias=True)[3]
+    forge.set_num_threads(8)
+    results = [forge.attention_backward(dout, saved, dbias=True)[3] for _ in range(40)]
+    forge.set_num_threads(before)
+    for got in results:
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("axes", [1, 2, 3])
 def test_sinks_take_part_in_every_row(axes, backend, kernel, rng):
     inputs = random_inputs(rng, 2, 40, 70, 4, 2, hd=8)
