@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from forge._arrays import Array
-from forge._dtypes import BFloat16Bits
+from forge._dtypes import BFLOAT16_BITS, BFloat16Bits, as_float32, as_stored
 
 DTYPES = ("float32", "bfloat16", "float16")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -15,14 +15,12 @@ UNITS = {"float16": (2.0**-11, 2.0**-24), "bfloat16": (2.0**-8, 2.0**-133)}
 
 def to_bfloat16(x: Array) -> Array:
     """Return the bits of float32 values as bfloat16, rounded to nearest, ties to even."""
-    bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+    return as_stored(np.asarray(x, np.float32), BFLOAT16_BITS)
 
 
 def from_bfloat16(bits: Array) -> Array:
     """Return the float32 values of bits of bfloat16."""
-    return (np.asarray(bits, np.uint32) << 16).view(np.float32)
+    return as_float32(np.asarray(bits, np.uint16), BFLOAT16_BITS)
 
 
 def stored(x: Array, dtype: str) -> Array:
