@@ -227,7 +227,7 @@ void run(const Problem& problem, const std::string& cpu_target) {
 py::object attention(PyObject* const* given) {
   std::optional<Forward> forward = plain_forward(given);
   if (!forward) return py::none();
-  const NewArray o = new_heads(forward->q);
+  const NewArray o = new_heads(forward->q, forward->q.element());
   forward->problem.operands[kBufferO] = o.operand;
   run(forward->problem, "");
   record(false, given[kBackend] != Py_None, usable_cpu_targets().front());
@@ -238,7 +238,12 @@ py::object attention_forward(PyObject* const* given) {
   std::optional<Forward> forward = plain_forward(given);
   if (!forward) return py::none();
   Problem& problem = forward->problem;
-  const NewArray o = new_heads(forward->q);
+  const NewArray o = new_heads(forward->q, float32_elements());
+  NewArray returned = o;
+  if (is_half(forward->q.heads.dtype)) {
+    returned = new_heads(forward->q, forward->q.element());
+    problem.operands[kBufferRounded] = returned.operand;
+  }
   const NewArray row_max = new_rows(forward->q), row_sum = new_rows(forward->q);
   problem.operands[kBufferO] = o.operand;
   problem.operands[kBufferRowMax] = row_max.operand;
@@ -248,13 +253,13 @@ py::object attention_forward(PyObject* const* given) {
   record(false, names_backend, usable_cpu_targets().front());
   const bool has_ranges =
       given[kQueryOffset] != Py_None || given[kKeyStart] != Py_None || given[kKeyEnd] != Py_None;
-  return py::make_tuple(o.object, row_max.object, row_sum.object,
+  return py::make_tuple(returned.object, o.object, row_max.object, row_sum.object,
                         options_dict(problem, has_ranges, names_backend),
                         py::make_tuple(problem.B, problem.Tq, problem.Tk, problem.H, problem.Hkv,
                                        problem.hd, problem.hv));
 }
 
-// dout, q, k, v, o, row_max, row_sum, options: q, k and v with heads split, the rest as saved.
+// The arrays as they were given and saved.
 enum SavedArgument {
   kSavedDout,
   kSavedQ,
@@ -263,19 +268,26 @@ enum SavedArgument {
   kSavedO,
   kSavedRowMax,
   kSavedRowSum,
+  kSavedNumHeads,
+  kSavedNumKvHeads,
   kSavedOptions,
   kSavedArguments
 };
 
 py::object attention_backward(PyObject* const* given) {
   if (!PyDict_CheckExact(given[kSavedOptions])) return py::none();
-  const auto q = heads_view(given[kSavedQ], 0);
-  const auto k = heads_view(given[kSavedK], 0);
-  const auto v = heads_view(given[kSavedV], 0);
+  Int64 heads = 0, kv_heads = 0;
+  if (!int_of(given[kSavedNumHeads], heads) || !int_of(given[kSavedNumKvHeads], kv_heads)) {
+    return py::none();
+  }
+  const auto q = heads_view(given[kSavedQ], heads);
+  const auto k = heads_view(given[kSavedK], kv_heads);
+  const auto v = heads_view(given[kSavedV], kv_heads);
   if (!q || !k || !v || !fit_together(*q, *k, *v)) return py::none();
   const auto o = heads_view(given[kSavedO], q->H());
   const auto dout = heads_view(given[kSavedDout], q->H());
-  if (!o || !dout || dout->ndim != o->ndim || !same_shape(*o, *q) || !same_shape(*dout, *q)) {
+  if (!o || !dout || dout->ndim != q->ndim || !same_shape(*o, *q) || !same_shape(*dout, *q) ||
+      o->heads.dtype != DType::kFloat32 || dout->heads.dtype != q->heads.dtype) {
     return py::none();
   }
   const auto row_max = row_statistics(given[kSavedRowMax], *q);
@@ -289,9 +301,8 @@ py::object attention_backward(PyObject* const* given) {
   set_sizes(*q, *k, *v, problem);
   set_options(options, problem);
   if (!is_valid(problem)) return py::none();
-  HeadsView query_like = *q, key_like = *k;
-  query_like.ndim = key_like.ndim = o->ndim;
-  const NewArray dq = new_heads(query_like), dk = new_heads(key_like), dv = new_heads(key_like);
+  const NewArray dq = new_heads(*q, q->element());
+  const NewArray dk = new_heads(*k, k->element()), dv = new_heads(*v, v->element());
   Operands& operands = problem.operands;
   operands[kBufferO] = o->heads;
   operands[kBufferDout] = dout->heads;

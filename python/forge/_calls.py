@@ -132,8 +132,10 @@ def plain_gradients(dout: object, saved: Saved) -> tuple[Array, Array, Array] | 
     call = saved._call
     if saved.backend != "cpu" or call.arrays != ALL_IN_PLACE or call.scores:
         return None
+    q, k, v = (call.given[name] for name in ("q", "k", "v"))
+    rows = saved.out, saved.row_max, saved.row_sum
     return _forge.attention_backward(
-        dout, call.q, call.k, call.v, saved.out, saved.row_max, saved.row_sum, call.options
+        dout, q, k, v, *rows, call.sizes.H, call.sizes.Hkv, call.options
     )
 
 

@@ -61,7 +61,9 @@ def attention_forward(
     backend: object,
     out: object,
     /,
-) -> tuple[Array, Array, Array, Options, tuple[int, int, int, int, int, int, int]] | None: ...
+) -> (
+    tuple[Array, Array, Array, Array, Options, tuple[int, int, int, int, int, int, int]] | None
+): ...
 def attention_backward(
     dout: object,
     q: Array,
@@ -70,6 +72,8 @@ def attention_backward(
     o: Array,
     row_max: Array,
     row_sum: Array,
+    num_heads: int,
+    num_kv_heads: int,
     options: Options,
     /,
 ) -> tuple[Array, Array, Array] | None: ...

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from forge._arrays import IN_PLACE, Array, split_heads
-from forge._dtypes import FLOAT32, Element
+from forge._dtypes import FLOAT32, Element, element_of, read_as_stored
 from forge._options import Sizes
 
 if TYPE_CHECKING:
@@ -159,16 +159,26 @@ class Kept(NamedTuple):
     probs: Array | None = None
 
 
+def _plain_element(array: Array) -> Element:
+    """Return the type of an array that the compiled module has taken as it is."""
+    if array.dtype == np.float32:
+        return FLOAT32
+    element = element_of(array.dtype)
+    assert element is not None
+    return element
+
+
 def saved_plainly(q: Array, k: Array, v: Array, plain: tuple[Any, ...]) -> tuple[Array, Saved]:
     """Return what attention_forward does, from the compiled module's own forward call."""
-    o, row_max, row_sum, options, extents = plain
+    o, exact, row_max, row_sum, options, extents = plain
     sizes = Sizes(*extents)
+    element, kv_element = _plain_element(q), _plain_element(k)
     call = Call(
-        element=FLOAT32,
-        kv_element=FLOAT32,
-        q=split_heads(q, sizes.H),
-        k=split_heads(k, sizes.Hkv),
-        v=split_heads(v, sizes.Hkv),
+        element=element,
+        kv_element=kv_element,
+        q=split_heads(read_as_stored(q, element), sizes.H),
+        k=split_heads(read_as_stored(k, kv_element), sizes.Hkv),
+        v=split_heads(read_as_stored(v, kv_element), sizes.Hkv),
         ndim=q.ndim,
         sizes=sizes,
         options=options,
@@ -176,4 +186,4 @@ def saved_plainly(q: Array, k: Array, v: Array, plain: tuple[Any, ...]) -> tuple
         given={"q": q, "k": k, "v": v},
         arrays=ALL_IN_PLACE,
     )
-    return o, Saved(call, o, row_max, row_sum, None, "cpu")
+    return o, Saved(call, exact, row_max, row_sum, None, "cpu")

@@ -1,5 +1,5 @@
-"""A call on NumPy's own float32 arrays with plain options goes straight to the kernels; every other
-call goes through Python's checks. What comes of it is the same."""
+"""A call on NumPy's own arrays of float32 or half precision with plain options goes straight to the
+kernels; every other call goes through Python's checks. What comes of it is the same."""
 
 import tracemalloc
 from unittest import mock
@@ -26,6 +26,15 @@ OPTIONS = {
         "key_start": 1, "key_end": 7, "kernel": "fused", "backend": "cpu",
     },
 }  # fmt: skip
+# Of q, and of k and v.
+TYPES = {
+    "float32": ("float32", "float32"),
+    "float16": ("float16", "float16"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "float16 under float32": ("float32", "float16"),
+    "bfloat16 under float32": ("float32", "bfloat16"),
+}
+every_type = pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 NAMES = (
     "causal", "window", "softcap", "scale", "query_offset", "key_start", "key_end", "bias",
     "mask", "sinks", "num_heads", "num_kv_heads", "kernel", "backend", "out",
@@ -51,6 +60,14 @@ def inputs(rng, Tq=5, Tk=7, H=4, Hkv=2, hd=8, B=2):
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
+def typed(arrays, types):
+    """q, k, v and, where there is one, dout."""
+    if "bfloat16" in types:
+        pytest.importorskip("ml_dtypes", reason="NumPy has bfloat16 from ml_dtypes only")
+    of_q, of_k = types
+    return [x.astype(kind) for x, kind in zip(arrays, (of_q, of_k, of_k, of_q), strict=False)]
+
+
 def straight(function, q, k, v, **options):
     """The compiled module's answer to a call of forge.attention or forge.attention_forward."""
     given = {"causal": False} | options
@@ -68,15 +85,18 @@ def everything(q, k, v, dout, options):
     found, reports = [forge.attention(q, k, v, **options)], [forge.last_run()]
     out, saved = forge.attention_forward(q, k, v, **options)
     reports.append(forge.last_run())
-    found += [out, saved.row_max, saved.row_sum, saved.lse, saved.q, saved.k, saved.v]
+    found += [out, saved.out, saved.row_max, saved.row_sum, saved.lse, saved.q, saved.k, saved.v]
     found += forge.attention_backward(dout, saved)
     return found, [*reports, forge.last_run()], (repr(saved), saved.kernel, saved.backend)
 
 
+@every_type
 @pytest.mark.parametrize("layout", ["4-D", "3-D", "strided", "broadcast"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_results_and_reports_are_those_of_the_way_through_python(rng, plain, options, layout):
-    arrays = inputs(rng)
+def test_results_and_reports_are_those_of_the_way_through_python(
+    rng, plain, options, layout, types
+):
+    arrays = typed(inputs(rng), types)
     if layout == "3-D":
         arrays = [x.reshape(*x.shape[:2], -1) for x in arrays]
         options = options | {"num_heads": 4, "num_kv_heads": 2}
@@ -95,11 +115,57 @@ def test_results_and_reports_are_those_of_the_way_through_python(rng, plain, opt
     assert saved == expected_saved
 
 
+@every_type
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_plain_calls_are_taken(rng, plain, unset, options):
-    q, k, v, _ = inputs(rng)
+def test_plain_calls_are_taken(rng, plain, unset, options, types):
+    q, k, v = typed(inputs(rng)[:3], types)
     assert straight(_forge.attention, q, k, v, **options) is not None
     assert straight(_forge.attention_forward, q, k, v, **options) is not None
+
+
+@every_type
+@pytest.mark.parametrize("ndim", [3, 4])
+def test_plain_backwards_are_taken(rng, cpu, unset, ndim, types):
+    arrays, heads = typed(inputs(rng), types), {}
+    if ndim == 3:
+        arrays = [x.reshape(*x.shape[:2], -1) for x in arrays]
+        heads = {"num_heads": 4, "num_kv_heads": 2}
+    *qkv, dout = arrays
+    _, saved = forge.attention_forward(*qkv, **heads, backend="cpu")
+    with mock.patch.object(_forge, "run", side_effect=AssertionError("not taken")):
+        gradients = forge.attention_backward(dout, saved)
+    for gradient, x in zip(gradients, qkv, strict=True):
+        assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
+
+
+@pytest.mark.parametrize("change", [
+    lambda x: x.astype(np.float16), lambda x: x[..., ::2], lambda x: x[:1],
+])  # fmt: skip
+def test_other_dout_is_refused_in_words(rng, cpu, unset, change):
+    *qkv, dout = inputs(rng)
+    _, saved = forge.attention_forward(*qkv, backend="cpu")
+    with pytest.raises((TypeError, ValueError), match=r"^dout must"):
+        forge.attention_backward(change(dout), saved)
+
+
+@pytest.mark.parametrize("types", [
+    ("float16", "float32", "float32"), ("float16", "bfloat16", "bfloat16"),
+    ("float32", "float16", "float32"), ("float32", "float16", "bfloat16"),
+    ("bfloat16", "bfloat16", "float16"), ("float32", "float32", "float16"),
+])  # fmt: skip
+def test_other_mixtures_of_types_are_declined(rng, cpu, unset, types):
+    pytest.importorskip("ml_dtypes", reason="NumPy has bfloat16 from ml_dtypes only")
+    q, k, v = (x.astype(kind) for x, kind in zip(inputs(rng), types, strict=False))
+    assert straight(_forge.attention, q, k, v, backend="cpu") is None
+
+
+def test_byte_swapped_bfloat16_is_declined(rng, cpu, unset):
+    bfloat16 = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    q, k, v = (x.astype(bfloat16) for x in inputs(rng)[:3])
+    swapped = q.view(bfloat16.newbyteorder())
+    if swapped.dtype == bfloat16:
+        pytest.skip("this ml_dtypes has no other byte order")
+    assert straight(_forge.attention, swapped, k, v, backend="cpu") is None
 
 
 def test_named_cpu_is_taken_in_every_build(rng, cpu, unset):
@@ -115,7 +181,10 @@ class Subclass(np.ndarray):
     "change",
     [
         lambda x: x.astype(np.float64),
-        lambda x: x.astype(np.float16),
+        lambda x: x.view(np.uint32),
+        lambda x: x.astype(np.float16).view(np.uint16),
+        lambda x: x.astype(np.float16).astype(">f2"),
+        lambda x: x.astype(np.float16).view("V2"),
         lambda x: x.astype(x.dtype.newbyteorder()),
         lambda x: x.view(Subclass),
         lambda x: np.ma.masked_array(x),
