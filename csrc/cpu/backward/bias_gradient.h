@@ -2,9 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 
-#include "core/zero_fill.h"
 #include "cpu/backward/axis_sums.h"
 #include "cpu/rows.h"
 
@@ -24,8 +24,8 @@ class BiasGradient {
 
   // Zeros, unless dbias is added to where it is.
   BiasSum begin() const {
-    if (in_place_ && !accumulate_) fill_zero(dbias_);
-    std::fill_n(scratch_.get(), count_, 0.0f);
+    if (in_place_ && !accumulate_) zero_pairs();
+    if (count_ > 0) zero_scratch();
     BiasSum sum = {axes_, in_place_ ? elements<float>(dbias_) : scratch_.get(), {}};
     const Int64 H = params_.H;
     if (axes_ == BiasAxes::kColumns) sum.strides = {H * params_.Tk, params_.Tk, 0};
@@ -85,15 +85,36 @@ class BiasGradient {
     return {B == 1 ? 0 : H * Tq * Tk, H == 1 ? 0 : Tq * Tk, Tk};
   }
 
-  void round_pairs(const BackwardKernels& kernels) const {
+  // Rows of dbias, of Tk elements each.
+  Int64 rows() const { return dbias_.shape[0] * dbias_.shape[1] * dbias_.shape[2]; }
+  StridedElements row_of_dbias(Int64 row) const {
     const auto& strides = dbias_.strides;
-    const Int64 H = dbias_.shape[1], Tq = dbias_.shape[2], Tk = dbias_.shape[3];
-    parallel_for(dbias_.shape[0] * H * Tq, [&](std::int64_t row, int) {
-      const Int64 at =
-          row / (H * Tq) * strides[0] + row / Tq % H * strides[1] + row % Tq * strides[2];
-      const StridedElements to = {static_cast<char*>(dbias_.data) + at * dtype_bytes(dbias_.dtype),
-                                  dbias_.dtype, strides[3]};
-      kernels.store_elements(to, scratch_.get() + row * Tk, Tk, accumulate_);
+    const Int64 H = dbias_.shape[1], Tq = dbias_.shape[2];
+    const Int64 at =
+        row / (H * Tq) * strides[0] + row / Tq % H * strides[1] + row % Tq * strides[2];
+    return {static_cast<char*>(dbias_.data) + at * dtype_bytes(dbias_.dtype), dbias_.dtype,
+            strides[3]};
+  }
+
+  // As many bytes as Tq Tk: all threads take their share of the memory's pages.
+  void zero_pairs() const {
+    const auto bytes = static_cast<std::size_t>(dbias_.shape[3] * dtype_bytes(dbias_.dtype));
+    parallel_for(rows(), [&](std::int64_t row, int) {
+      std::memset(row_of_dbias(row).data, 0, bytes);  // of unit stride, as all that is written
+    });
+  }
+  void zero_scratch() const {
+    constexpr Int64 kAtOnce = 1 << 16;
+    parallel_for((count_ + kAtOnce - 1) / kAtOnce, [&](std::int64_t part, int) {
+      const Int64 begin = part * kAtOnce;
+      std::fill_n(scratch_.get() + begin, std::min(kAtOnce, count_ - begin), 0.0f);
+    });
+  }
+
+  void round_pairs(const BackwardKernels& kernels) const {
+    const Int64 Tk = dbias_.shape[3];
+    parallel_for(rows(), [&](std::int64_t row, int) {
+      kernels.store_elements(row_of_dbias(row), scratch_.get() + row * Tk, Tk, accumulate_);
     });
   }
 
