@@ -63,14 +63,16 @@ class SignalsBlocked {
 #endif
 };
 
+constexpr std::size_t kLineBytes = 64;  // of the cache: what one thread writes and another reads
+
 // One parallel region: tasks are claimed off a shared counter, first to last. Once stopped, tasks
 // return early and no more are claimed.
 struct Region {
   TaskFunction function;
   void* context;
   std::int64_t tasks;
-  std::atomic<std::int64_t> next{0};
   std::atomic<bool> stopped{false};
+  alignas(kLineBytes) std::atomic<std::int64_t> next{0};  // apart from what is only read
 
   void run(int worker);
 
@@ -98,7 +100,7 @@ void Region::run(int worker) {
 
 // A worker and its mailbox. The caller offers a region; the worker takes it, or the caller takes
 // the offer back when nothing is left to do, so that a late wake-up costs nothing.
-class Worker {
+class alignas(kLineBytes) Worker {
  public:
   // cpu: where to stay, or -1: wherever the system puts it.
   explicit Worker(int cpu) : cpu_(cpu), thread_([this] { work(); }) { thread_.detach(); }

@@ -41,7 +41,9 @@ struct SplitPlan {
 };
 
 // Tasks that keep so many threads busy to the end.
-inline Int64 wanted_tasks(int threads) { return threads == 1 ? 1 : smaller(32, 4 * threads); }
+inline Int64 wanted_tasks(int threads) {
+  return threads == 1 ? 1 : larger(smaller(32, 4 * threads), 2 * threads);
+}
 
 // For `tasks` tasks, of which each split of a sequence makes `shares`; a split has least_tiles or
 // more.

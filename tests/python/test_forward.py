@@ -101,7 +101,7 @@ def test_repeats_give_the_same_bits(options, backend, kernel, rng):
         assert_same_bits(run(q, k, v, dout, backend=backend, kernel=kernel, **options), first)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("threads", [1, 2, 3, 8, 16, 40])
 def test_the_number_of_threads_changes_no_bit(threads, kernel, cpu, rng, restore_threads):
     q, k, v, dout = random_inputs(rng, B=2, Tq=67, Tk=90, H=6, Hkv=2, hd=16)
     options = {"causal": True, "window": 40, "backend": cpu, "kernel": kernel}

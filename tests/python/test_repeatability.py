@@ -21,7 +21,7 @@ def inputs(rng, shape):
 def test_any_number_of_threads_gives_the_same_bits(shape, backend, kernel, rng, restore_threads):
     arrays = inputs(rng, shape)
     results = []
-    for threads in (1, 2, 3, 8):
+    for threads in (1, 2, 3, 8, 16):
         forge.set_num_threads(threads)
         results.append(run(*arrays, backend=backend, kernel=kernel, **OPTIONS))
     for got in results[1:]:

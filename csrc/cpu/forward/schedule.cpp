@@ -10,30 +10,30 @@ namespace forge::cpu {
 
 namespace {
 
-constexpr Int64 kWantedTasks = 16;  // each packs its keys, so more cost more
-
 // Rows a task: many, so that packing a key tile is paid for by many rows, but enough tasks to
-// balance, and some even for a single head.
-Int64 rows_a_task(const Forward& forward) {
-  constexpr Int64 kFewTasks = 8, kFewRows = 32, kManyRows = 128;
+// balance, and some even for a single head. Each packs its keys, so more tasks cost more.
+Int64 rows_a_task(const Forward& forward, int threads) {
+  constexpr Int64 kFewRows = 32, kManyRows = 128;
+  const Int64 few_tasks = larger(8, threads), wanted_tasks = 2 * few_tasks;
   const Int64 widest = widest_head(forward.call.params);
   const Int64 row_block = forward.kernels.forward.row_block;
   const Int64 most = widest <= 64 ? 512 : widest <= 192 ? 256 : widest <= 256 ? 128 : 64;
   const auto rows_for = [&](Int64 tasks) {
     return ceil_div(forward.rows, ceil_div(tasks, forward.heads));
   };
-  const Int64 least = std::max(kFewRows, std::min(kManyRows, rows_for(kFewTasks)));
-  const Int64 size = std::min(most, std::max(least, rows_for(kWantedTasks)));
+  const Int64 least = std::max(kFewRows, std::min(kManyRows, rows_for(few_tasks)));
+  const Int64 size = std::min(most, std::max(least, rows_for(wanted_tasks)));
   const Int64 tiles = ceil_div(forward.rows, size);
   return round_up(ceil_div(forward.rows, tiles), row_block);
 }
 
 // Many rows: row blocks in lanes against packed key tiles.
 void run_tiles(const Forward& forward) {
-  constexpr Int64 kEnoughTasks = 8, kLeastTiles = 4;  // of keys, a task
+  constexpr Int64 kLeastTiles = 4;  // of keys, a task
   const AttnParams& params = forward.call.params;
-  const Int64 step = rows_a_task(forward), blocks = ceil_div(forward.rows, step);
   const int threads = num_threads();
+  const Int64 step = rows_a_task(forward, threads), blocks = ceil_div(forward.rows, step);
+  const Int64 enough_tasks = smaller(larger(8, threads), wanted_tasks(threads));
   const std::size_t bytes =
       (forward.kernels.forward.scratch_bytes(forward.call, step) + 63) / 64 * 64;
   const auto run = [&](KvHead head, Int64 block, const KeySplit& split, char* scratch) {
@@ -49,7 +49,7 @@ void run_tiles(const Forward& forward) {
     }
     forward.kernels.forward.run(forward.call, task, scratch);
   };
-  if (blocks * forward.heads < std::min(kEnoughTasks, wanted_tasks(threads))) {
+  if (blocks * forward.heads < enough_tasks) {
     const Int64 shares = params.Hkv * blocks;
     const SplitPlan plan = plan_splits(forward, wanted_tasks(threads), shares, kLeastTiles);
     if (plan.splits > 1) {
