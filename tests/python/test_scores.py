@@ -102,6 +102,15 @@ def test_a_sink_of_minus_infinity_is_none(backend, kernel, rng):
     assert (got.dsinks == 0).all()
 
 
+def test_a_sink_of_minus_infinity_has_no_gradient_beside_nan(backend, kernel, rng):
+    q, k, v, dout = random_inputs(rng, 1, 30, 30, 2, 1, hd=8)
+    q[0, 11] = np.nan
+    sinks = np.array([-INF, 0.5], np.float32)
+    got = run(q, k, v, dout, sinks=sinks, causal=True, backend=backend, kernel=kernel)
+    np.testing.assert_array_equal(np.isnan(got.dsinks), [False, True])
+    assert got.dsinks[0] == 0
+
+
 def test_a_row_that_sees_no_key_gives_its_sink(backend, kernel, rng):
     q, k, v, dout = random_inputs(rng, 1, 5, 9, 2, 1, hd=8)
     dout[0, 2] = np.nan  # not read

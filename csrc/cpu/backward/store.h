@@ -1,6 +1,8 @@
 // The results of the backward on their way into the arrays.
 #pragma once
 
+#include <limits>
+
 #include "cpu/backward/pack.h"
 #include "cpu/simd_math.h"
 
@@ -63,8 +65,9 @@ FORGE_INLINE void sink_terms_of(const BackwardProblem& problem, const Stored* do
     Vec t{}, inverse{}, dlse{};
     for (int j = 0; j < kLanes && first + j < params.Tq; ++j) {
       const Int64 i = first + j, row = row_index(params, b, h, i);
-      if (arrays.row_sum[row] == 0) continue;  // dead, or without a sink
-      t[j] = sink_of(arrays.sinks, b, h, i) - arrays.row_max[row];
+      const Real sink = sink_of(arrays.sinks, b, h, i);
+      if (sink == -std::numeric_limits<Real>::infinity()) continue;  // none, in rows of NaN too
+      t[j] = sink - arrays.row_max[row];
       inverse[j] = 1 / arrays.row_sum[row];
       if (arrays.dlse) dlse[j] = arrays.dlse[row];
       if (is_sink_alone(problem, b, h, i)) continue;
