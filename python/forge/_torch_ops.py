@@ -78,7 +78,7 @@ _BACKWARD = (
 )
 
 
-def _array(tensor: Tensor) -> Array:
+def as_array(tensor: Tensor) -> Array:
     """The tensor's own memory as an array."""
     tensor = tensor.detach().resolve_neg()
     if tensor.dtype == torch.bfloat16:
@@ -88,7 +88,7 @@ def _array(tensor: Tensor) -> Array:
     return array
 
 
-def _tensor(array: Array) -> Tensor:
+def as_tensor(array: Array) -> Tensor:
     """The array's own memory as a tensor."""
     if isinstance(array, BFloat16Bits):
         return torch.from_numpy(array.view(np.ndarray).view(np.int16)).view(torch.bfloat16)
@@ -100,15 +100,15 @@ def _is_half(tensor: Tensor) -> bool:
 
 
 def _optional_array(tensor: Tensor | None) -> Array | None:
-    return None if tensor is None else _array(tensor)
+    return None if tensor is None else as_array(tensor)
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
     given = Options(*options)
     out, saved = attention_forward(
-        _array(q),
-        _array(k),
-        _array(v),
+        as_array(q),
+        as_array(k),
+        as_array(v),
         **given.mask_and_scale(),
         **given.score_arrays(),
         num_heads=given.num_heads,
@@ -121,16 +121,16 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor
         saved.out if _is_half(q) else np.empty(0, np.float32)
     )  # an operator returns no array twice
     results = (out, saved.lse, saved.row_max, saved.row_sum, probs, kept)
-    return tuple(_tensor(array) for array in results)
+    return tuple(as_tensor(array) for array in results)
 
 
 def _run_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    out, row_max, row_sum, probs = (_array(tensor) for tensor in rest[:4])
+    out, row_max, row_sum, probs = (as_array(tensor) for tensor in rest[:4])
     given = Options(*rest[6:])
     saved = restored(
-        {"q": _array(q), "k": _array(k), "v": _array(v)},
+        {"q": as_array(q), "k": as_array(k), "v": as_array(v)},
         Kept(out, row_max, row_sum, probs),
         MaskAndScale(**given.mask_and_scale()),
         heads=(given.num_heads, given.num_kv_heads),
@@ -140,13 +140,13 @@ def _run_backward(
     )
     wanted = _wanted(*rest[4:6])
     gradients = attention_backward(
-        _array(dout),
+        as_array(dout),
         saved,
         dlse=_optional_array(dlse),
         dbias="dbias" in wanted or None,
         dsinks="dsinks" in wanted or None,
     )
-    made = dict(zip(("dq", "dk", "dv", *wanted), map(_tensor, gradients), strict=True))
+    made = dict(zip(("dq", "dk", "dv", *wanted), map(as_tensor, gradients), strict=True))
     for name, like in (("dbias", given.bias), ("dsinks", given.sinks)):
         nothing = dout.new_empty(0)
         made[name] = nothing if name not in made or like is None else made[name].to(like.dtype)

@@ -26,6 +26,7 @@ from forge._arrays import as_bool, as_int
 from forge._dtypes import check_dtypes
 from forge._options import Positions, Window, as_window, kernel_name
 from forge._torch_ops import Options, forward_op
+from forge._torch_ring import ring_attention, ring_positions
 from forge._torch_tensors import (
     as_float,
     as_positions,
@@ -38,7 +39,13 @@ from forge._torch_tensors import (
     plain_attention,
 )
 
-__all__ = ["attention", "scaled_dot_product_attention", "varlen_attention"]
+__all__ = [
+    "attention",
+    "ring_attention",
+    "ring_positions",
+    "scaled_dot_product_attention",
+    "varlen_attention",
+]
 
 
 def attention(

@@ -20,13 +20,14 @@ ONCE = [
     "test_benchmark_models",
     "test_benchmarks",
     "test_plot",
+    "test_ring",
     "test_tree",
     "test_workflows",
 ]
 # On a device the demo and the pages still say something, on another CPU target no more.
 PROGRAMS = ["test_cli", "test_demo", "test_docs"]
 PEERS = ["test_jax", "test_jax_programs", "test_mlx", "test_recommendations", "test_torch"]
-PEERS += ["test_jax_scores", "test_torch_scores"]
+PEERS += ["test_jax_scores", "test_torch_ring", "test_torch_scores"]
 PEERS += ["test_transformers", "test_transformers_half", "test_transformers_models"]
 PEERS += ["test_transformers_refusals"]
 STREAMS = ["test_mlx_stream", "test_torch_stream"]  # a CTest of their own runs them

@@ -1,5 +1,6 @@
 """The options of attention are one list, whichever function takes them."""
 
+import dataclasses
 import inspect
 import re
 import typing
@@ -8,7 +9,7 @@ from pathlib import Path
 import forge
 import numpy as np
 import pytest
-from forge import _forge, _options
+from forge import _forge, _options, _ring
 from optional import need
 
 ROOT = Path(forge.__file__).parent
@@ -66,6 +67,22 @@ def test_the_operators_of_torch_take_all_but_out():
         schema = getattr(torch.ops.forge, name).default._schema
         options = [argument.name for argument in schema.arguments][-len(wanted) :]
         assert options == list(_torch_ops.Options._fields)
+
+
+RING = ("causal", "window", "softcap", "scale", "sinks")
+
+
+def test_ring_attention_takes_its_options_by_the_same_names():
+    """All but those of single rows and of pairs of rows: the positions say where rows stand."""
+    fields = {field.name: field.default for field in dataclasses.fields(_ring.RingOptions)}
+    assert list(fields) == ["layout", *RING, "positions"]
+    assert all(fields[name] == default for name, default in WANTED if name in RING)
+    need("torch")
+    import forge.torch
+
+    got = dict(names_and_defaults(forge.torch.ring_attention))
+    assert got.pop("group") is None
+    assert got == fields
 
 
 def test_every_option_is_documented_where_it_is_taken():
