@@ -73,28 +73,34 @@ def layout_positions(layout: str, total: int, size: int, rank: int) -> Array:
     return positions
 
 
-def as_positions(value: object, B: int, rows: int) -> Array:
+def as_positions(value: object, B: int, rows: int, name: str = "positions") -> Array:
     """Return positions as ``[B, rows]``; -1 is padding.
 
     Raises:
         TypeError: no ints.
         ValueError: another shape, or positions out of range.
     """
-    given = as_int_array("positions", value, "an int array, [T] or [B, T]")
+    given = as_int_array(name, value, "an int array, [T] or [B, T]")
     if isinstance(given, int) or given.shape not in ((rows,), (B, rows)):
         shape = () if isinstance(given, int) else given.shape
-        raise ValueError(f"positions must have shape {(rows,)} or {(B, rows)}, got {shape}")
+        raise ValueError(f"{name} must have shape {(rows,)} or {(B, rows)}, got {shape}")
     if given.size and (int(given.min()) < -1 or int(given.max()) >= FAR):
         raise ValueError(
-            f"positions must be within [-1, 2^61), got {int(given.min())} to {int(given.max())}"
+            f"{name} must be within [-1, 2^61), got {int(given.min())} to {int(given.max())}"
         )
     return np.broadcast_to(given.astype(np.int64), (B, rows))
 
 
-def key_order(positions: Array) -> Array:
-    """The rows of each sequence by position, padding last."""
+def key_order(positions: Array) -> Array | None:
+    """The rows of each sequence by position, padding last; None: they lie so."""
     order: Array = np.argsort(np.where(positions < 0, _NOWHERE, positions), 1, kind="stable")
-    return order
+    return None if (order == np.arange(order.shape[1])).all() else order
+
+
+def keys_at(positions: Array, order: Array | None) -> Array:
+    """Where keys stand that lie in that order."""
+    keys = np.where(positions < 0, _NOWHERE, positions)
+    return keys if order is None else np.take_along_axis(keys, order, 1)
 
 
 def shard_of(positions: Array) -> Shard:

@@ -13,7 +13,7 @@ from forge._ring_handshake import Request, Transport
 from forge._ring_plan import Plan, Stop
 
 _ALIGNED = 64
-_VERDICT = 8  # bytes behind gradients: which rank could not compute them, plus 1; 0: none
+VERDICT = 8  # bytes behind gradients: which rank could not compute them, plus 1; 0: none
 
 
 class Blocks(NamedTuple):
@@ -100,7 +100,7 @@ class Travel:
         route = self.plan.route(rank)
         last = self.plan.last_reader(rank)
         if gradients is not None and last is not None:
-            self._receive(gradients.nbytes(rank) + _VERDICT, last, 2 * rank + 1)
+            self._receive(gradients.nbytes(rank) + VERDICT, last, 2 * rank + 1)
         home = None
         for stop, following in zip(route, (*route[1:], None), strict=True):
             block = own if stop.source is None else self._arrived(2 * stop.owner)
@@ -111,7 +111,7 @@ class Travel:
                 self._ask_for(following, gradients)
             made = None
             if gradients is not None:
-                made = self._buffer(gradients.nbytes(stop.owner) + _VERDICT)
+                made = self._buffer(gradients.nbytes(stop.owner) + VERDICT)
             self._visit(visit, stop.owner, block, made)
             if stop.target is None and stop.source is not None:
                 self.free.append(block)
@@ -129,7 +129,7 @@ class Travel:
         assert stop.source is not None
         self._receive(self.blocks.nbytes(stop.owner), stop.source, 2 * stop.owner)
         if gradients is not None and stop.source != stop.owner:
-            nbytes = gradients.nbytes(stop.owner) + _VERDICT
+            nbytes = gradients.nbytes(stop.owner) + VERDICT
             self._receive(nbytes, stop.source, 2 * stop.owner + 1)
 
     def _visit(
@@ -143,11 +143,11 @@ class Travel:
             made[:] = 0
         try:
             if self.failure is None:
-                visit(owner, block, None if made is None else made[:-_VERDICT])
+                visit(owner, block, None if made is None else made[:-VERDICT])
         except BaseException as error:  # raised at the end
             self.failure = error
         if made is not None and self.failure is not None:
-            made[-_VERDICT:].view(np.int64)[0] = self.transport.rank + 1
+            made[-VERDICT:].view(np.int64)[0] = self.transport.rank + 1
 
     def _pass_on(self, stop: Stop, made: Array) -> None:
         """Add this rank's share to what came along, and send it to the next reader, or home."""
@@ -160,17 +160,17 @@ class Travel:
         self._send(made, target, 2 * stop.owner + 1, max(until, stop.distance) + 1)
 
     def _add(self, made: Array, came: Array) -> None:
-        sums, more = made[:-_VERDICT].view(np.float32), came[:-_VERDICT].view(np.float32)
+        sums, more = made[:-VERDICT].view(np.float32), came[:-VERDICT].view(np.float32)
         with np.errstate(all="ignore"):
             sums += more
-        verdict = came[-_VERDICT:].view(np.int64)[0]
+        verdict = came[-VERDICT:].view(np.int64)[0]
         if verdict:
-            made[-_VERDICT:].view(np.int64)[0] = verdict
+            made[-VERDICT:].view(np.int64)[0] = verdict
         self.free.append(came)
 
     def _judge(self, home: Array | None) -> None:
         if home is not None and self.failure is None:
-            failed = int(home[-_VERDICT:].view(np.int64)[0])
+            failed = int(home[-VERDICT:].view(np.int64)[0])
             if failed:
                 self.failure = RuntimeError(f"rank {failed - 1} could not compute its gradients")
 

@@ -2,92 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge._arrays import Array, as_int
+from forge._arrays import as_int
 from forge._options import Window
-from forge._ring import (
-    Call,
-    Given,
-    RingOptions,
-    agree_on_backward,
-    begin,
-    check_given,
-    ring_backward,
-    ring_forward,
-)
-from forge._ring_handshake import TransportError
+from forge._ring import ring_backward, ring_forward
+from forge._ring_call import Call, Given, RingOptions, agree_on_backward, begin, check_given
 from forge._ring_plan import layout_name, layout_positions
 from forge._torch_ops import as_array, as_tensor
-from forge._torch_tensors import as_float, autocast, check_score_tensor, check_tensor
-
-_TAGS = 1 << 20
-"""Tags of forge's messages begin here, away from those that programs choose."""
-
-
-class _Message:
-    def __init__(self, work: Any, tensor: Tensor, peer: int) -> None:
-        self._work, self._tensor, self._peer = work, tensor, peer
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise TransportError(f"rank {self._peer} does not answer: {error}") from error
-
-    def abandon(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._work.wait(timedelta(milliseconds=1))  # then gloo takes it back
-
-
-class TorchTransport:
-    """Bytes between the ranks of a process group."""
-
-    def __init__(self, group: Any) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                "group must be of torch.distributed, which is not initialized here; call "
-                "torch.distributed.init_process_group('gloo') first"
-            )
-        self._group = dist.group.WORLD if group is None else group
-        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        if self.rank < 0:
-            raise ValueError("group must have this process as a member, got one without it")
-
-    def _global(self, rank: int) -> int:
-        found: int = dist.get_global_rank(self._group, rank)
-        return found
-
-    def gather(self, record: Array) -> Array:
-        found = torch.empty((self.size, len(record)), dtype=torch.uint8)
-        try:
-            dist.all_gather(list(found), torch.from_numpy(record), self._group)
-        except RuntimeError as error:
-            raise TransportError(f"a rank does not answer: {error}") from error
-        gathered: Array = found.numpy()
-        return gathered
-
-    def send(self, data: Array, target: int, tag: int) -> _Message:
-        return self._begin(dist.isend, data, target, tag)
-
-    def receive(self, data: Array, source: int, tag: int) -> _Message:
-        return self._begin(dist.irecv, data, source, tag)
-
-    def _begin(self, how: Any, data: Array, peer: int, tag: int) -> _Message:
-        tensor = torch.from_numpy(data)
-        try:
-            work = how(tensor, self._global(peer), self._group, _TAGS + tag)
-        except RuntimeError as error:
-            raise TransportError(f"rank {peer} does not answer: {error}") from error
-        return _Message(work, tensor, peer)
+from forge._torch_ranks import TorchTransport, checked_tensors, wants_gradient
+from forge._torch_tensors import as_float
 
 
 class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
@@ -178,13 +107,7 @@ def ring_attention(
     tensors: list[Tensor] = []
 
     def checked() -> Given:
-        for name, value in (("q", q), ("k", k), ("v", v)):
-            check_tensor(name, value)
-            if value.device.type != "cpu":
-                raise ValueError(f"{name} must be a CPU tensor, got one on {value.device}")
-        if sinks is not None:
-            check_score_tensor("sinks", sinks)
-        tensors.extend(autocast("fused", q, k, v))
+        tensors.extend(checked_tensors(q, k, v, sinks))
         options = RingOptions(
             layout=layout,
             causal=causal,
@@ -197,10 +120,7 @@ def ring_attention(
         arrays = [as_array(tensor) for tensor in tensors]
         return check_given(arrays[0], arrays[1], arrays[2], options)
 
-    wanted = torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks)
-    )
-    call = begin(transport, checked, gradients=wanted)
+    call = begin(transport, checked, gradients=wants_gradient(q, k, v, sinks))
     out: Tensor = _RingAttention.apply(transport, call, *tensors, sinks)
     return out
 

@@ -27,6 +27,7 @@ from forge._dtypes import check_dtypes
 from forge._options import Positions, Window, as_window, kernel_name
 from forge._torch_ops import Options, forward_op
 from forge._torch_ring import ring_attention, ring_positions
+from forge._torch_split import decode_attention, ulysses_attention
 from forge._torch_tensors import (
     as_float,
     as_positions,
@@ -41,9 +42,11 @@ from forge._torch_tensors import (
 
 __all__ = [
     "attention",
+    "decode_attention",
     "ring_attention",
     "ring_positions",
     "scaled_dot_product_attention",
+    "ulysses_attention",
     "varlen_attention",
 ]
 

@@ -21,7 +21,10 @@ ONCE = [
     "test_benchmarks",
     "test_plot",
     "test_ring",
+    "test_split",
+    "test_split_decode",
     "test_tree",
+    "test_ulysses",
     "test_workflows",
 ]
 # On a device the demo and the pages still say something, on another CPU target no more.

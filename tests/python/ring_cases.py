@@ -58,6 +58,22 @@ CASES = {
     "bfloat16 keys": Case(options={"causal": True}, dtypes=("float32", "bfloat16")),
 }
 
+FEW = [
+    "causal zigzag", "causal contiguous", "window contiguous", "window zigzag", "grouped heads",
+    "softcap and scale", "sinks", "odd length", "padding", "float16", "bfloat16",
+]  # fmt: skip
+"""What more processes than cores run; threads run all."""
+EXCHANGED = ["causal zigzag", "window contiguous", "sinks", "bfloat16", "float16"]
+"""Those that processes also run by an exchange of rows for heads."""
+
+REPEATED = ["causal zigzag", "window zigzag", "padding", "sinks", "bfloat16"]
+"""Those that processes run twice."""
+
+
+def cases_of(size):
+    """Those that so many processes run."""
+    return FEW if size > 4 else list(CASES)
+
 
 def rounded(x, dtype):
     """float32 elements, as they are after rounding to that dtype."""

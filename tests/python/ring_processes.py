@@ -17,13 +17,13 @@ import forge.torch
 import numpy as np
 import torch
 import torch.distributed as dist
-from forge import _torch_ring
-from ring_cases import CASES, part_of
+from forge import _torch_ranks
+from ring_cases import CASES, EXCHANGED, REPEATED, cases_of, part_of
 
 DEADLINE = 8  # seconds, of the group in which a rank dies
 
 
-def run_case(name, rank, size, group=None):
+def run_case(name, rank, size, group=None, function=forge.torch.ring_attention):
     case = CASES[name]
     (q, k, v, dout), sinks, options = part_of(name, rank, size)
     of_q, of_k = (getattr(torch, dtype) for dtype in case.dtypes)
@@ -34,7 +34,7 @@ def run_case(name, rank, size, group=None):
     inputs = {"q": q, "k": k, "v": v}
     if sinks is not None:
         inputs["sinks"] = torch.from_numpy(sinks.copy()).requires_grad_()
-    out = forge.torch.ring_attention(**inputs, **options, group=group)
+    out = function(**inputs, **options, group=group)
     assert out.dtype == of_q
     out.backward(torch.from_numpy(dout).to(of_q))
     results = {"out": out.detach(), **{f"d{name}": x.grad for name, x in inputs.items()}}
@@ -60,6 +60,7 @@ def mismatches(rank):
         "window": error_of(lambda: ring(x, x, x, window=4 + (rank == 1))),
         "heads": error_of(lambda: ring(x, x, x if rank else x[..., :4])),
         "refused": error_of(lambda: ring(x, x, x.double() if rank == 1 else x)),
+        "decode": error_of(lambda: forge.torch.decode_attention(x, x, x.clone().requires_grad_())),
         "gradient": error_of(lambda: ring(x, x, x.clone().requires_grad_(rank == 0))),
     }
     y = x.clone().requires_grad_()
@@ -75,7 +76,7 @@ def dying(rank, size):
     run_case("whole", rank, size, group)
     if rank == size - 1:
         sent = []
-        begin = _torch_ring.TorchTransport._begin
+        begin = _torch_ranks.TorchTransport._begin
 
         def begin_or_end(self, *message):
             sent.append(message)
@@ -83,8 +84,20 @@ def dying(rank, size):
                 os._exit(0)
             return begin(self, *message)
 
-        _torch_ring.TorchTransport._begin = begin_or_end
+        _torch_ranks.TorchTransport._begin = begin_or_end
     return error_of(lambda: run_case("whole", rank, size, group))
+
+
+def decoded(rank, size, dtype):
+    """One query to a cache of 29 rows, split."""
+    case = torch.Generator().manual_seed(5)
+    q = torch.randn(2, 1, 4, 8, generator=case).to(dtype)
+    k, v = torch.randn(2, 2, 29, 2, 8, generator=case).to(dtype)
+    rows = slice(29 * rank // size, 29 * (rank + 1) // size)
+    out = forge.torch.decode_attention(q, k[:, rows], v[:, rows], causal=True, softcap=9.0)
+    assert out.dtype == dtype
+    whole = forge.torch.attention(q, k, v, causal=True, softcap=9.0)
+    return out.float().numpy(), whole.float().numpy()
 
 
 def messages_of(name, rank, size):
@@ -107,12 +120,23 @@ def work(folder, size, rank):
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     arrays, said = {}, {"same bits": []}
-    for name in CASES:
+    for name in cases_of(size):
         found = run_case(name, rank, size)
         arrays |= {f"{name}/{result}": x for result, x in found.items()}
+    for name in REPEATED:
+        found = {result: arrays[f"{name}/{result}"] for result in ("out", "dq", "dk", "dv")}
         again = run_case(name, rank, size)
         if all(np.array_equal(found[result], again[result]) for result in found):
             said["same bits"].append(name)
+    if size in (2, 4):
+        for name in EXCHANGED:
+            found = run_case(name, rank, size, None, forge.torch.ulysses_attention)
+            arrays |= {f"ulysses {name}/{result}": x for result, x in found.items()}
+    for dtype in ("float32", "bfloat16"):
+        pair = decoded(rank, size, getattr(torch, dtype))
+        arrays |= {
+            f"decode {dtype}/{which}": x for which, x in zip(("got", "want"), pair, strict=True)
+        }
     for layout in ("zigzag", "contiguous"):
         said[layout] = forge.torch.ring_positions(51, layout=layout).tolist()
     said["sent"] = messages_of("window contiguous", rank, size)

@@ -7,7 +7,7 @@ import time
 import forge
 import numpy as np
 import pytest
-from forge import _ring, _ring_plan, _ring_travel
+from forge import _ring, _ring_call, _ring_plan, _ring_travel
 from forge._dtypes import FLOAT32
 from forge._ring_handshake import TransportError
 from oracle import visible
@@ -25,11 +25,11 @@ def run_rank(transport, name, backward=True, **changed):
     k, v = k.astype(case.dtypes[1]), v.astype(case.dtypes[1])
 
     def build():
-        return _ring.check_given(
-            q, k, v, _ring.RingOptions(**{**options, "sinks": sinks, **changed})
+        return _ring_call.check_given(
+            q, k, v, _ring_call.RingOptions(**{**options, "sinks": sinks, **changed})
         )
 
-    call = _ring.begin(transport, build, gradients=backward)
+    call = _ring_call.begin(transport, build, gradients=backward)
     out, saved = _ring.ring_forward(transport, call)
     results = {"out": out}
     if backward:
@@ -120,8 +120,8 @@ def test_bytes_keep_within_a_twentieth_of_the_schedule():
     x = rng.standard_normal((1, T // size, 2, 32)).astype(np.float32)
 
     def work(transport):
-        call = _ring.begin(
-            transport, lambda: _ring.check_given(x, x, x, _ring.RingOptions(causal=True))
+        call = _ring_call.begin(
+            transport, lambda: _ring_call.check_given(x, x, x, _ring_call.RingOptions(causal=True))
         )
         _, saved = _ring.ring_forward(transport, call)
         _ring.ring_backward(transport, saved, x)
@@ -139,10 +139,10 @@ def test_messages_follow_the_window_not_the_number_of_ranks(size):
     rows = 4
     x = np.random.default_rng(1).standard_normal((1, rows, 1, 4)).astype(np.float32)
     world = World(size)
-    options = _ring.RingOptions(layout="contiguous", causal=True, window=rows)
+    options = _ring_call.RingOptions(layout="contiguous", causal=True, window=rows)
 
     def work(transport):
-        call = _ring.begin(transport, lambda: _ring.check_given(x, x, x, options))
+        call = _ring_call.begin(transport, lambda: _ring_call.check_given(x, x, x, options))
         _ring.ring_forward(transport, call)
 
     world.results(work)
@@ -231,9 +231,9 @@ def test_shapes_gradients_and_rows_that_differ_are_named():
     def raised(of_rank):
         def work(transport):
             q, k, gradients = of_rank(transport.rank)
-            _ring.begin(
+            _ring_call.begin(
                 transport,
-                lambda: _ring.check_given(q, k, k, _ring.RingOptions()),
+                lambda: _ring_call.check_given(q, k, k, _ring_call.RingOptions()),
                 gradients=gradients,
             )
 
@@ -255,7 +255,9 @@ def test_a_position_that_two_ranks_hold_is_named():
 
     def work(transport):
         at = [[0, 1], [3, 1]][transport.rank]
-        _ring.begin(transport, lambda: _ring.check_given(x, x, x, _ring.RingOptions(positions=at)))
+        _ring_call.begin(
+            transport, lambda: _ring_call.check_given(x, x, x, _ring_call.RingOptions(positions=at))
+        )
 
     for error in World(2).run(work):
         assert str(error) == "positions must differ within a sequence, got 1 on ranks 0 and 1"

@@ -9,7 +9,7 @@ from pathlib import Path
 import forge
 import numpy as np
 import pytest
-from forge import _forge, _options, _ring
+from forge import _forge, _options, _ring_call, _split_decode
 from optional import need
 
 ROOT = Path(forge.__file__).parent
@@ -74,13 +74,22 @@ RING = ("causal", "window", "softcap", "scale", "sinks")
 
 def test_ring_attention_takes_its_options_by_the_same_names():
     """All but those of single rows and of pairs of rows: the positions say where rows stand."""
-    fields = {field.name: field.default for field in dataclasses.fields(_ring.RingOptions)}
+    fields = {field.name: field.default for field in dataclasses.fields(_ring_call.RingOptions)}
     assert list(fields) == ["layout", *RING, "positions"]
     assert all(fields[name] == default for name, default in WANTED if name in RING)
     need("torch")
     import forge.torch
 
     got = dict(names_and_defaults(forge.torch.ring_attention))
+    assert got.pop("group") is None
+    assert got == fields
+    got = dict(names_and_defaults(forge.torch.ulysses_attention))
+    assert list(got) == ["group", "layout", *RING]
+    fields = {
+        field.name: field.default for field in dataclasses.fields(_split_decode.DecodeOptions)
+    }
+    assert list(fields) == [*RING, "positions", "key_positions"]
+    got = dict(names_and_defaults(forge.torch.decode_attention))
     assert got.pop("group") is None
     assert got == fields
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from optional import need
-from ring_cases import CASES, check
+from ring_cases import CASES, EXCHANGED, REPEATED, cases_of, check
 
 torch = need("torch")
 
@@ -31,7 +31,7 @@ def left(tmp_path_factory):
     done = subprocess.run(
         [sys.executable, str(HERE / "ring_processes.py"), str(folder), *map(str, SIZES)],
         env={**env, "FORGE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found = {}
@@ -43,8 +43,9 @@ def left(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "size"), [(name, size) for size in SIZES for name in cases_of(size)]
+)
 def test_outputs_and_gradients_are_those_of_the_single_process(left, name, size):
     parts = []
     for rank in range(size):
@@ -55,6 +56,34 @@ def test_outputs_and_gradients_are_those_of_the_single_process(left, name, size)
     check(name, parts)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_rows_exchanged_for_heads_give_the_same(left, name, size):
+    parts = []
+    for rank in range(size):
+        arrays, of = left[size, rank][0], f"ulysses {name}/"
+        parts.append({key.removeprefix(of): x for key, x in arrays.items() if key.startswith(of)})
+    assert {"out", "dq", "dk", "dv"} <= parts[0].keys()
+    check(name, parts)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_split_cache_gives_what_a_whole_one_does(left, size):
+    for dtype, bound in (("float32", 1e-6), ("bfloat16", 2.0**-7)):
+        of_ranks = [left[size, rank][0][f"decode {dtype}/got"] for rank in range(size)]
+        for got in of_ranks:
+            np.testing.assert_array_equal(got, of_ranks[0])
+        want = left[size, 0][0][f"decode {dtype}/want"]
+        np.testing.assert_allclose(of_ranks[0], want, rtol=bound, atol=bound)
+
+
+def test_decode_has_no_gradient_and_says_so(left):
+    for said in words(left, 3)[:2]:
+        kind, message, _ = said["errors"]["decode"]
+        assert kind == "ValueError"
+        assert message.startswith("q, k, v and sinks must not require a gradient in decode")
+
+
 def words(left, size):
     return [left[size, rank][1] for rank in range(size)]
 
@@ -63,7 +92,7 @@ def words(left, size):
 def test_two_runs_have_equal_bits(left, size):
     for said in words(left, size):
         if said is not None:
-            assert said["same bits"] == list(CASES)
+            assert said["same bits"] == REPEATED
 
 
 @pytest.mark.parametrize("size", SIZES)
