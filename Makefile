@@ -1,7 +1,7 @@
 # make demo: train a small language model with forge and draw what it learnt.
 # make test: build everything and run all tests, C++ and Python. Those of forge.torch and forge.transformers, forge.jax and
-#   forge.mlx are skipped where these packages are not there; FORGE_REQUIRE_TORCH=1, FORGE_REQUIRE_JAX=1 and
-#   FORGE_REQUIRE_MLX=1 install them and run them.
+#   forge.mlx and of forge.mpi are skipped where these packages are not there; FORGE_REQUIRE_TORCH=1, FORGE_REQUIRE_JAX=1,
+#   FORGE_REQUIRE_MLX=1 and FORGE_REQUIRE_MPI=1 install them and run them.
 # make test-quick: what daily work needs of it, two minutes.
 # make docs: the documentation as a site, build/docs/index.html.
 # make bench: time forge against other implementations, see docs/benchmarks.md.
@@ -25,6 +25,7 @@ TEST_TOOLS := "pytest>=8" "hypothesis>=6.100" "build>=1" "pyyaml>=6" "ml_dtypes>
 # What forge works with, tested on the CPU build alone.
 TEST_PEERS := $(if $(FORGE_REQUIRE_TORCH),-r tests/requirements-torch.txt) \
   $(if $(FORGE_REQUIRE_JAX),-r tests/requirements-jax.txt) \
+  $(if $(FORGE_REQUIRE_MPI),-r tests/requirements-mpi.txt) \
   $(if $(FORGE_REQUIRE_MLX),-r tests/requirements-mlx.txt)
 # Those whose Metal streams have stand-ins on the software device.
 STREAM_PEERS := $(if $(FORGE_REQUIRE_TORCH),-r tests/requirements-torch.txt) \
@@ -97,7 +98,7 @@ test-software: $(SOFTWARE)/.tools
 	$(SOFTWARE_PIP) install --quiet --no-build-isolation -C build-dir=build/software \
 	  -C cmake.define.FORGE_METAL=software -C cmake.define.FORGE_TESTS=ON \
 	  -C cmake.define.FORGE_WERROR=ON .
-	FORGE_REQUIRE_JAX= \
+	FORGE_REQUIRE_JAX= FORGE_REQUIRE_MPI= \
 	  $(SOFTWARE)/bin/ctest --test-dir build/software --output-on-failure -j $(JOBS)
 
 test-macos: $(SOFTWARE)/.tools

@@ -38,7 +38,7 @@ class Problem:
     """``hd`` by default."""
     B: int = 1
     itemsize: int = 4
-    """Bytes of an element of q, k and v: 4, or 2 in half precision."""
+    """4, or 2 in half precision, the bytes of an element of q, k and v."""
     layout: str = "zigzag"
     causal: bool = False
     window: Window = None
@@ -122,8 +122,8 @@ def traffic(problem: Problem, how: str) -> Traffic:
 
     Args:
         problem: sizes and options.
-        how: ``"ring"`` (:func:`forge.torch.ring_attention`) or ``"ulysses"``
-            (:func:`forge.torch.ulysses_attention`).
+        how: ``"ring"`` (``ring_attention`` of ``forge.torch`` and ``forge.mpi``) or ``"ulysses"``
+            (their ``ulysses_attention``).
 
     Raises:
         ValueError: another word, or heads that ranks cannot share out.
@@ -194,7 +194,7 @@ class Machine:
     """What one rank does in a second."""
 
     flops: float
-    """Operations of attention, as measured: 4 hd for each visible pair and head in the forward."""
+    """Operations of attention as measured, ``2 (hd + hv)`` for each visible pair and query head."""
     bandwidth: float
     """Bytes that it sends, while it receives as many."""
     latency: float

@@ -1,7 +1,7 @@
 """Packages that forge works with and does not need: tests skip without them, unless they must run.
 
-With FORGE_REQUIRE_TORCH (transformers too), FORGE_REQUIRE_JAX or FORGE_REQUIRE_MLX set, as in
-continuous integration, a missing package is a failure.
+With FORGE_REQUIRE_TORCH (transformers too), FORGE_REQUIRE_JAX, FORGE_REQUIRE_MLX or
+FORGE_REQUIRE_MPI (mpi4py) set, as in continuous integration, a missing package is a failure.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import os
 import forge
 import pytest
 
-INSTALLED_WITH = {"transformers": "torch"}
+INSTALLED_WITH = {"transformers": "torch", "mpi4py": "mpi"}
 
 
 def need(module):

@@ -12,7 +12,7 @@ import pytest
 from optional import need
 
 ROOT = Path(__file__).resolve().parents[2]
-FRAMEWORKS = {"torch", "transformers", "mlx", "jax"}
+FRAMEWORKS = {"torch", "transformers", "mlx", "jax", "mpi4py"}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 if not (ROOT / "docs").is_dir():

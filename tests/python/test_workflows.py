@@ -100,6 +100,18 @@ def test_what_continuous_integration_runs_is_there():
         assert (ROOT / path).is_file(), path
 
 
+def test_what_must_run_in_continuous_integration_is_installed_there():
+    """Each FORGE_REQUIRE_ of a package puts its requirements into make test."""
+    required = re.findall(r"FORGE_REQUIRE_(\w+)=1", (ROOT / ".ci" / "run").read_text())
+    makefile = (ROOT / "Makefile").read_text()
+    groups = {path.stem.partition("-")[2] for path in (ROOT / "tests").glob("requirements-*.txt")}
+    assert groups == {"jax", "mlx", "mpi", "torch"}
+    assert {name.lower() for name in required} == groups | {"metal", "neon"}
+    peers = makefile.split("TEST_PEERS :=")[1].split("\n#")[0]
+    for group in groups:
+        assert f"$(if $(FORGE_REQUIRE_{group.upper()}),-r tests/requirements-{group}.txt)" in peers
+
+
 def test_the_mac_runs_the_suite_on_every_backend():
     [job] = [j for j in workflow("ci.yml")["jobs"].values() if j["runs-on"].startswith("macos")]
     runs = "\n".join(step.get("run", "") for step in job["steps"])
