@@ -205,6 +205,24 @@ class Plan:
             stops.append(Stop(owner, distance, source, target, further))
         return tuple(stops)
 
+    def hops(self) -> tuple[dict[int, list[tuple[int, int]]], ...]:
+        """For each distance from an owner, how its block gets there.
+
+        The distance of the rank that sends it, and the pairs (source, target). The first has the
+        ways home, by the distance of the last reader.
+        """
+        found: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(self.size)]
+        for owner in range(self.size):
+            before = 0
+            for distance in range(1, self.size):
+                if self.sees((owner + distance) % self.size, owner):
+                    pair = (owner + before) % self.size, (owner + distance) % self.size
+                    found[distance].setdefault(before, []).append(pair)
+                    before = distance
+            if before:
+                found[0].setdefault(before, []).append(((owner + before) % self.size, owner))
+        return tuple(found)
+
     def last_reader(self, rank: int) -> int | None:
         """Who sends the gradients of a rank's block home; None where nobody else read it."""
         distance = self.previous_reader(rank, self.size)

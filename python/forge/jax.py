@@ -6,8 +6,6 @@ out = forge.jax.attention(q, k, v, causal=True, window=1024, softcap=50.0)
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,8 +18,8 @@ except ImportError as error:
         "forge.jax needs JAX: pip install jax, or pip install '.[jax]' in a checkout of forge"
     ) from error
 
-from forge._arrays import Array
-from forge._dtypes import HALF, check_dtypes, wrong_dtype
+from forge._dtypes import HALF, check_dtypes
+from forge._jax_axes import OnHost, check_array, varying, varying_axes
 from forge._jax_host import Positions as HostPositions
 from forge._jax_host import (
     Static,
@@ -30,6 +28,7 @@ from forge._jax_host import (
     forward_on_host,
     words_of,
 )
+from forge._jax_ring import ring_attention
 from forge._options import (
     MaskAndScale,
     Sizes,
@@ -42,7 +41,7 @@ from forge._options import (
 )
 from forge._scores import check_extents, check_precision
 
-__all__ = ["attention"]
+__all__ = ["attention", "ring_attention"]
 
 Positions: TypeAlias = npt.ArrayLike | jax.Array | None
 
@@ -111,7 +110,7 @@ def attention(
     """
     arrays = {"q": q, "k": k, "v": v}
     for name, value in arrays.items():
-        _check_array(name, value)
+        check_array(name, value)
     shaping = {"bias": bias, "mask": mask, "sinks": sinks}
     shaping = {name: value for name, value in shaping.items() if value is not None}
     for name, value in shaping.items():
@@ -133,34 +132,10 @@ def attention(
     words = {n: words_of(as_int_array(n, x)) for n, x in known.items() if x is not None}
     # Under jax.shard_map an input that all devices share has the sum of their gradients: by way of
     # this mark, whose transpose adds up.
-    axes = _varying_axes(q, k, v, *shaping.values(), *traced.values())
-    q, k, v, shaping, traced = _varying((q, k, v, shaping, traced), axes)
+    axes = varying_axes(q, k, v, *shaping.values(), *traced.values())
+    q, k, v, shaping, traced = varying((q, k, v, shaping, traced), axes)
     out: jax.Array = _attention(fixed, q, k, v, shaping, HostPositions(words, traced))
     return out
-
-
-def _varying_axes(*arrays: Any) -> frozenset[str]:
-    """Axes of a jax.shard_map's mesh along which an array differs from device to device."""
-    axes: frozenset[str] = frozenset()
-    for x in arrays:
-        aval = jax.typeof(x)
-        known = getattr(aval, "manual_axis_type", None)  # JAX 0.10; before, and from 0.7 on: vma
-        axes |= frozenset(getattr(aval, "vma", ()) if known is None else known.varying)
-    return axes
-
-
-def _varying(tree: Any, axes: frozenset[str]) -> Any:
-    """The same arrays, known to differ along these axes."""
-
-    def mark(x: Any) -> Any:
-        missing = tuple(sorted(axes - _varying_axes(x)))
-        if not missing:
-            return x
-        if hasattr(jax.lax, "pcast"):
-            return jax.lax.pcast(x, missing, to="varying")
-        return jax.lax.pvary(x, missing)  # JAX 0.7
-
-    return jax.tree.map(mark, tree)
 
 
 def _checked(
@@ -189,13 +164,6 @@ def _checked(
     return Static(q.ndim, heads.B, tuple(fixed.items()))
 
 
-def _check_array(name: str, value: object) -> None:
-    if not isinstance(value, jax.Array):
-        raise TypeError(f"{name} must be a jax.Array, got {type(value).__name__}")
-    if value.dtype.name not in ("float32", "float64", *HALF):
-        raise TypeError(wrong_dtype(name, value.dtype, value))
-
-
 def _check_score_array(name: str, value: object) -> None:
     if isinstance(value, jax.Array) and value.dtype == np.bool_:
         if name != "mask":
@@ -209,7 +177,7 @@ def _check_score_array(name: str, value: object) -> None:
             f"mask must be a jax.Array of bool, got {got}{'; that is bias=mask' * floats}"
         )
     else:
-        _check_array(name, value)
+        check_array(name, value)
 
 
 def _sums(q: Any) -> np.dtype[Any]:
@@ -224,21 +192,6 @@ def _check_positions(name: str, value: Any, rows: tuple[int, int]) -> None:
         raise ValueError(f"{name} must have shape () or {rows[:1]} or {rows}, got {value.shape}")
 
 
-@dataclass(frozen=True)
-class _OnHost:
-    """A function of the host's for one set of options.
-
-    Equal for equal options, which is what JAX keys compiled programs on: a closure would be another
-    function at every call, compiled again and never let go.
-    """
-
-    function: Callable[..., list[Array]]
-    fixed: Static
-
-    def __call__(self, *given: Any) -> list[Array]:
-        return self.function(self.fixed, *given)
-
-
 def _forward_callback(
     fixed: Static, q: Any, k: Any, v: Any, shaping: dict[str, Any], positions: HostPositions
 ) -> Any:
@@ -251,7 +204,7 @@ def _forward_callback(
         shapes.append(_output_shape(q, sizes))
     kept = [jax.ShapeDtypeStruct(shape, _sums(q)) for shape in shapes]
     results = jax.pure_callback(
-        _OnHost(forward_on_host, fixed),
+        OnHost(forward_on_host, fixed),
         [jax.ShapeDtypeStruct(_output_shape(q, sizes), q.dtype), *kept],
         q,
         k,
@@ -260,7 +213,7 @@ def _forward_callback(
         positions,
         vmap_method="broadcast_all",
     )
-    return _varying(results, _varying_axes(q))
+    return varying(results, varying_axes(q))
 
 
 def _output_shape(q: Any, sizes: Sizes) -> tuple[int, ...]:
@@ -277,7 +230,7 @@ def _backward_callback(
 ) -> Any:
     like = [*inputs, *differentiable_scores(shaping).values()]
     gradients = jax.pure_callback(
-        _OnHost(backward_on_host, fixed),
+        OnHost(backward_on_host, fixed),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
         inputs,
         shaping,
@@ -286,7 +239,7 @@ def _backward_callback(
         dout,
         vmap_method="broadcast_all",
     )
-    return _varying(gradients, _varying_axes(*inputs))
+    return varying(gradients, varying_axes(*inputs))
 
 
 def _without_derivative(callback: Any) -> Any:

@@ -94,6 +94,16 @@ def test_ring_attention_takes_its_options_by_the_same_names():
     assert got == fields
 
 
+def test_ring_attention_of_jax_takes_the_same():
+    need("jax")
+    import forge.jax
+
+    got = names_and_defaults(forge.jax.ring_attention)
+    assert [name for name, _ in got] == ["axis_name", "layout", *RING]
+    fields = {field.name: field.default for field in dataclasses.fields(_ring_call.RingOptions)}
+    assert all(fields[name] == default for name, default in got[1:])
+
+
 def test_every_option_is_documented_where_it_is_taken():
     for name, _ in WANTED:
         assert re.search(rf"^        {name}: ", forge.attention.__doc__, re.MULTILINE), name
