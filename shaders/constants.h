@@ -19,3 +19,13 @@ constant bool has_rounded [[function_constant(forge::kConstantHasRounded)]];
 constant bool is_half_dq [[function_constant(forge::kConstantIsHalfDq)]];
 constant bool is_half_dk [[function_constant(forge::kConstantIsHalfDk)]];
 constant bool is_half_dv [[function_constant(forge::kConstantIsHalfDv)]];
+
+// Options that shape the scores.
+constant bool has_runs [[function_constant(forge::kConstantHasRuns)]];
+constant bool has_bias [[function_constant(forge::kConstantHasBias)]];
+constant bool has_mask [[function_constant(forge::kConstantHasMask)]];
+constant bool has_sinks [[function_constant(forge::kConstantHasSinks)]];
+constant bool is_half_bias [[function_constant(forge::kConstantIsHalfBias)]];
+constant bool is_half_sinks [[function_constant(forge::kConstantIsHalfSinks)]];
+constant bool is_half_dbias [[function_constant(forge::kConstantIsHalfDbias)]];
+constant bool is_half_dsinks [[function_constant(forge::kConstantIsHalfDsinks)]];

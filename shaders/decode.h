@@ -24,7 +24,7 @@ struct DecodeShape {
 struct KeysInPlace {
   HeadRows rows;
   Range seen;
-  Int32 hd;
+  Int32 channels;
 };
 
 METAL_FUNC Source key_row(KeysInPlace keys, Int32 key) {
@@ -43,7 +43,7 @@ METAL_FUNC void add_dots_in_place(thread const Blocks<N>& q, KeysInPlace keys, I
 #pragma clang loop unroll(full)
     for (Int32 i = 0; i < kBatch; ++i) {
       Int32 key = first + (b + i) * kBlockSize + at.column;
-      load_columns(key_row(keys, key), key_row(keys, key + 1), channel, keys.hd, at, k[i]);
+      load_columns(key_row(keys, key), key_row(keys, key + 1), channel, keys.channels, at, k[i]);
     }
 #pragma clang loop unroll(full)
     for (Int32 i = 0; i < kBatch; ++i) {
@@ -57,7 +57,7 @@ METAL_FUNC void add_dots_in_place(thread const Blocks<N>& q, KeysInPlace keys, I
 
 // add_hidden_rows with the values in device memory.
 template <int N>
-METAL_FUNC void add_hidden_in_place(Block w, Range seen, KeysInPlace keys, Int32 key, Int32 channel,
+METAL_FUNC void add_hidden_in_place(Block w, Sight seen, KeysInPlace keys, Int32 key, Int32 channel,
                                     Lane at, thread Blocks<N>& sums) {
 #pragma clang loop unroll(disable)
   for (Int32 j = 0; j < kBlockSize; ++j) {
@@ -65,9 +65,9 @@ METAL_FUNC void add_hidden_in_place(Block w, Range seen, KeysInPlace keys, Int32
     float even = metal::simd_shuffle(w.x, lane);
     float odd = metal::simd_shuffle(w.y, lane);
     Blocks<N> values;
-    load_row(key_row(keys, key + j), channel, keys.hd, at, values);
+    load_row(key_row(keys, key + j), channel, keys.channels, at, values);
     float weight = j % 2 == 0 ? even : odd;
-    bool shown = contains(seen, key + j);
+    bool shown = sees(seen, key, j, at);
 #pragma clang loop unroll(full)
     for (Int32 n = 0; n < N; ++n) {
       sums.at[n].x = with_hidden(sums.at[n].x, weight, values.at[n].x, shown);
@@ -78,7 +78,7 @@ METAL_FUNC void add_hidden_in_place(Block w, Range seen, KeysInPlace keys, Int32
 
 // o = o * alpha + p times the values of a tile, as add_values has it. `whole`: all rows see it all.
 template <int N, int kBatch, int kKeyBlocks>
-METAL_FUNC void add_values_in_place(thread const Blocks<kKeyBlocks>& p, float alpha, Range seen,
+METAL_FUNC void add_values_in_place(thread const Blocks<kKeyBlocks>& p, float alpha, Sight seen,
                                     KeysInPlace values, Int32 key, Int32 channel, bool whole,
                                     Lane at, thread Blocks<N>& o) {
   bool finite = true;
@@ -89,7 +89,8 @@ METAL_FUNC void add_values_in_place(thread const Blocks<kKeyBlocks>& p, float al
     Blocks<N> v[kBatch];
 #pragma clang loop unroll(full)
     for (Int32 i = 0; i < kBatch; ++i) {
-      load_row(key_row(values, key + (b + i) * kBlockSize + at.row), channel, values.hd, at, v[i]);
+      load_row(key_row(values, key + (b + i) * kBlockSize + at.row), channel, values.channels, at,
+               v[i]);
     }
 #pragma clang loop unroll(full)
     for (Int32 i = 0; i < kBatch; ++i) {
@@ -110,7 +111,8 @@ METAL_FUNC void add_values_in_place(thread const Blocks<kKeyBlocks>& p, float al
   if (metal::simd_all(finite)) return;
 #pragma clang loop unroll(disable)
   for (Int32 b = 0; b < kKeyBlocks; ++b) {
-    add_hidden_in_place(block_of(p, b), seen, values, key + b * kBlockSize, channel, at, o);
+    add_hidden_in_place(block_of(p, b), sight_of(seen.keys, seen.bits >> uint(2 * b)), values,
+                        key + b * kBlockSize, channel, at, o);
   }
 }
 
@@ -124,6 +126,8 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = kDecodeSimdgroups * 
 [[kernel, max_total_threads_per_threadgroup(kThreads)]] void attention_decode(
     device const uchar* q [[buffer(kBufferQ)]], device const uchar* k [[buffer(kBufferK)]],
     device const uchar* v [[buffer(kBufferV)]], device float* partial [[buffer(kBufferPartial)]],
+    device const uchar* bias [[buffer(kBufferBias), function_constant(has_bias)]],
+    device const uchar* mask [[buffer(kBufferMask), function_constant(has_mask)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],
     constant AttnParams& params [[buffer(kBufferParams)]],
     constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
@@ -135,7 +139,7 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = kDecodeSimdgroups * 
   Int32 row_blocks = (rows.end + kBlockSize - 1) / kBlockSize;
   Int32 split = unit / row_blocks;
   Int32 first_row = (unit - split * row_blocks) * kBlockSize;
-  Range keys = keys_of_rows(rows, first_row, kBlockSize);
+  Range keys = keys_of_rows(params, ranges, rows, first_row, kBlockSize, lane);
   keys.begin = larger(keys.begin, split * kSplitKeys);
   keys.end = smaller(keys.end, (split + 1) * kSplitKeys);
   if (is_empty(keys)) return;
@@ -143,11 +147,15 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = kDecodeSimdgroups * 
   bool exists = r < rows.end;
   RowPlace place = row_place(rows, exists ? r : rows.end - 1);
   ScoreOptions options = score_options(params, grid);
-  Range row_seen = visible_keys(rows.band, place.query);
+  Range row_seen = keys_of_query(params, ranges, rows, place.query);
+  PairArrays arrays = {source(q, is_half_bias), q};
+  if (has_bias) arrays.bias = source(bias, is_half_bias);
+  if (has_mask) arrays.mask = mask;
+  PairRow pairs = pair_row(params, arrays, rows.b, place.head, place.query);
   KeysInPlace k_rows = {head_rows(source(k, is_half_kv), params.k, rows.b, rows.kv_head), keys,
                         params.hd};
   KeysInPlace v_rows = {head_rows(source(v, is_half_kv), params.v, rows.b, rows.kv_head), keys,
-                        params.hd};
+                        params.hv};
   Source q_row = after(source(q, is_half_q), offset_of(params.q, rows.b, place.query, place.head));
   Blocks<Shape::kRunBlocks> o[Shape::kRuns];
 #pragma clang loop unroll(full)
@@ -159,6 +167,7 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = kDecodeSimdgroups * 
     span.from = 0;
     span.to = Shape::kKeyBlocks;
     span.whole = is_seen_whole(row_seen, row_seen, first, first + Shape::kKeys);
+    if (hides_pairs()) span.whole = false;
     Blocks<Shape::kKeyBlocks> p;
 #pragma clang loop unroll(full)
     for (Int32 run = 0; run < Shape::kRuns; ++run) {
@@ -167,55 +176,57 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = kDecodeSimdgroups * 
       add_dots_in_place<Shape::kRunBlocks, Shape::kBatch>(q_blocks, k_rows, first,
                                                           run * Shape::kRunChannels, at, p);
     }
-    float alpha = softmax_step(options, span, row_seen, first + at.column, p, sums);
+    uint bits;
+    float alpha = softmax_step(options, span, row_seen, pairs, first + at.column, p, sums, bits);
 #pragma clang loop unroll(full)
     for (Int32 run = 0; run < Shape::kRuns; ++run) {
       add_values_in_place<Shape::kRunBlocks, Shape::kBatch>(
-          p, alpha, row_seen, v_rows, first, run * Shape::kRunChannels, span.whole, at, o[run]);
+          p, alpha, sight_of(row_seen, bits), v_rows, first, run * Shape::kRunChannels, span.whole,
+          at, o[run]);
     }
   }
 
   if (!exists) return;
   Int64 stat = stat_index(params, rows.b, place.head, place.query);
   device float* to =
-      partial + (stat * decode_splits(params.Tk) + split) * decode_partial_floats(params.hd);
+      partial + (stat * decode_splits(params.Tk) + split) * decode_partial_floats(params.hv);
 #pragma clang loop unroll(full)
   for (Int32 run = 0; run < Shape::kRuns; ++run) {
-    store_row(target(to), run * Shape::kRunChannels, params.hd, at, o[run]);
+    store_row(target(to), run * Shape::kRunChannels, params.hv, at, o[run]);
   }
   if (at.column == 0) {
-    to[params.hd] = sums.m;
-    to[params.hd + 1] = sums.l;
+    to[params.hv] = sums.m;
+    to[params.hv + 1] = sums.l;
   }
 }
 
 // One row (b, h, i) a simdgroup: the runs of keys that it sees, in order, as the forward's end_run
 // adds them.
-kernel void attention_decode_combine(device const float* partial [[buffer(kBufferPartial)]],
-                                     device float* o [[buffer(kBufferO)]],
-                                     device uchar* rounded_o
-                                     [[buffer(kBufferRounded), function_constant(has_rounded)]],
-                                     device float* row_max [[buffer(kBufferRowMax)]],
-                                     device float* row_sum [[buffer(kBufferRowSum)]],
-                                     device const AttnRange* ranges [[buffer(kBufferRanges)]],
-                                     constant AttnParams& params [[buffer(kBufferParams)]],
-                                     constant AttnGrid& grid [[buffer(kBufferGrid)]],
-                                     uint3 group [[threadgroup_position_in_grid]],
-                                     uint lane [[thread_index_in_simdgroup]]) {
+kernel void attention_decode_combine(
+    device const float* partial [[buffer(kBufferPartial)]], device float* o [[buffer(kBufferO)]],
+    device uchar* rounded_o [[buffer(kBufferRounded), function_constant(has_rounded)]],
+    device float* row_max [[buffer(kBufferRowMax)]],
+    device float* row_sum [[buffer(kBufferRowSum)]],
+    device const uchar* sinks [[buffer(kBufferSinks), function_constant(has_sinks)]],
+    device const AttnRange* ranges [[buffer(kBufferRanges)]],
+    constant AttnParams& params [[buffer(kBufferParams)]],
+    constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]]) {
   constexpr Int32 kAhead = 4;  // runs whose loads are sent together
   Int32 i = grid.tile + Int32(group.x);
   Int32 h = grid.head + Int32(group.y);
   Int32 b = grid.batch + Int32(group.z);
-  Range seen = visible_keys(band_of(params, ranges[b]), i);
+  Range seen = visible_keys(band_of(params, range_of(params, ranges, b, i)), i);
+  float sink = has_sinks ? sink_of(params, source(sinks, is_half_sinks), b, h, i) : -INFINITY;
   bool sees_keys = !is_empty(seen);
   Int32 begin = seen.begin / kSplitKeys;
   Int32 end = sees_keys ? (seen.end + kSplitKeys - 1) / kSplitKeys : begin;
-  Int64 step = decode_partial_floats(params.hd);
+  Int64 step = decode_partial_floats(params.hv);
   Int64 row = stat_index(params, b, h, i);
   device const float* parts = partial + row * decode_splits(params.Tk) * step;
   Target o_row = after(target(o), offset_of(params.o, b, i, h));
   RowSums total = no_sums();
-  for (Int32 c = Int32(lane) * 4; c < params.hd; c += 4 * kSimdgroupWidth) {
+  for (Int32 c = Int32(lane) * 4; c < params.hv; c += 4 * kSimdgroupWidth) {
     total = no_sums();
     float4 sum = float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (Int32 split = begin; split < end; split += kAhead) {
@@ -224,9 +235,9 @@ kernel void attention_decode_combine(device const float* partial [[buffer(kBuffe
 #pragma clang loop unroll(full)
       for (Int32 n = 0; n < kAhead; ++n) {
         device const float* part = parts + smaller(split + n, end - 1) * step;
-        values[n] = load_four(source(part), c, params.hd);
-        runs[n].m = part[params.hd];
-        runs[n].l = part[params.hd + 1];
+        values[n] = load_four(source(part), c, params.hv);
+        runs[n].m = part[params.hv];
+        runs[n].l = part[params.hv + 1];
       }
 #pragma clang loop unroll(full)
       for (Int32 n = 0; n < kAhead; ++n) {
@@ -244,12 +255,13 @@ kernel void attention_decode_combine(device const float* partial [[buffer(kBuffe
     }
     total = finished_sums(sees_keys, total);
     bool live = total.l != 0.0f;
-    float factor = 1.0f / total.l;
+    float share = has_sinks ? add_sink(sink, total) : 1.0f;
+    float factor = share / total.l;
     float4 result = live ? float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor)
                          : float4(0.0f, 0.0f, 0.0f, 0.0f);
-    store_four(o_row, c, params.hd, result);
+    store_four(o_row, c, params.hv, result);
     if (has_rounded) {
-      store_four(after(target(rounded_o, true), offset_of(params.rounded, b, i, h)), c, params.hd,
+      store_four(after(target(rounded_o, true), offset_of(params.rounded, b, i, h)), c, params.hv,
                  result);
     }
   }

@@ -1,139 +1,10 @@
-// What the fused kernels share: which rows a threadgroup owns, what they see of a tile, and the
-// scores. Positions have 32 bits: the host refuses longer sequences.
+// What the fused kernels share: what rows see of a tile, how they are loaded and stored, and the
+// scores.
 #pragma once
 
-#include "constants.h"
-#include "mask_options.h"
-#include "shared/attn_grid.h"
-#include "staging.h"
+#include "row_group.h"
 
 namespace forge {
-
-// An IndexRange in 32 bits.
-struct Range {
-  Int32 begin;
-  Int32 end;
-};
-
-METAL_FUNC bool is_empty(Range range) { return range.begin >= range.end; }
-METAL_FUNC bool contains(Range range, Int32 x) { return x >= range.begin && x < range.end; }
-
-// AttnBand in 32 bits: a shift beyond all lengths is as good as a longer one.
-struct Band {
-  Int32 begin_shift;
-  Int32 end_shift;
-  Int32 key_begin;
-  Int32 key_end;
-};
-
-METAL_FUNC Int32 shift_of(Int64 shift) {
-  Int64 most = kMaxFusedLength;
-  return Int32(shift < -most ? -most : shift > most ? most : shift);
-}
-
-METAL_FUNC Band band_of(constant AttnParams& params, AttnRange range) {
-  // What the pipeline was compiled without is a constant.
-  MaskOptions options = mask_options(params);
-  if (!has_window) options.window_left = -1;
-  if (!has_window) options.window_right = -1;
-  options.causal = has_causal ? 1 : 0;
-  AttnBand wide = attn_band(options, range);
-  Band band;
-  band.begin_shift = shift_of(wide.begin_shift);
-  band.end_shift = shift_of(wide.end_shift);
-  band.key_begin = Int32(wide.key_begin);
-  band.key_end = Int32(wide.key_end);
-  return band;
-}
-
-// The keys that query i sees, within [key_begin, key_end]; both ends move with i, never backwards.
-// An end that no option moves is the same for all queries, and the compiler knows.
-METAL_FUNC Range visible_keys(Band band, Int32 i) {
-  Range keys;
-  keys.begin = band.key_begin;
-  keys.end = band.key_end;
-  if (has_window) keys.begin = smaller(larger(i + band.begin_shift, band.key_begin), band.key_end);
-  if (has_window || has_causal) {
-    keys.end = larger(smaller(i + band.end_shift, band.key_end), band.key_begin);
-  }
-  return keys;
-}
-
-// The queries among [0, Tq) that see key j; [Tq, Tq) where none does.
-METAL_FUNC Range visible_queries(Band band, Int32 j, Int32 Tq) {
-  Range queries;
-  queries.begin = has_window || has_causal ? larger(j - band.end_shift + 1, 0) : 0;
-  queries.end = has_window ? smaller(j - band.begin_shift + 1, Tq) : Tq;
-  if (j < band.key_begin || j >= band.key_end) queries.begin = Tq;
-  return queries;
-}
-
-// The query rows of a kv head's group. Row r is query r / rep of the group's head r % rep: all
-// heads of the group share the keys, and neighbouring rows see nearly the same ones.
-struct RowGroup {
-  Int32 b;
-  Int32 kv_head;
-  Int32 end;  // rows: rep * Tq
-  Int32 rep;
-  Int64 rep_factor;
-  Int32 rep_shift;
-  Band band;  // of sequence b
-};
-
-METAL_FUNC RowGroup row_group(constant AttnParams& params, constant AttnGrid& grid,
-                              device const AttnRange* ranges, uint3 at) {
-  RowGroup rows;
-  rows.b = grid.batch + Int32(at.z);
-  rows.kv_head = grid.head + Int32(at.y);
-  rows.rep = grid.rep;
-  rows.end = grid.rep * Int32(params.Tq);
-  rows.rep_factor = grid.rep_factor;
-  rows.rep_shift = grid.rep_shift;
-  rows.band = band_of(params, ranges[rows.b]);
-  return rows;
-}
-
-METAL_FUNC Int32 query_of(RowGroup rows, Int32 r) {
-  return divided_by_rep(r, rows.rep_factor, rows.rep_shift);
-}
-
-// A row's place in the arrays.
-struct RowPlace {
-  Int32 query;
-  Int32 head;
-};
-
-METAL_FUNC RowPlace row_place(RowGroup rows, Int32 r) {
-  RowPlace place;
-  place.query = query_of(rows, r);
-  place.head = rows.kv_head * rows.rep + r - place.query * rows.rep;
-  return place;
-}
-
-// Position in [B, H, Tq].
-METAL_FUNC Int64 stat_index(constant AttnParams& params, Int32 b, Int32 head, Int32 query) {
-  return (Int64(uint(b)) * params.H + uint(head)) * params.Tq + uint(query);
-}
-
-// The keys that any of the rows [first, first + count) sees. No rows see no keys.
-METAL_FUNC Range keys_of_rows(RowGroup rows, Int32 first, Int32 count) {
-  Range top = visible_keys(rows.band, query_of(rows, first));
-  Range bottom = visible_keys(rows.band, query_of(rows, smaller(first + count, rows.end) - 1));
-  Range seen;
-  seen.begin = top.begin;
-  seen.end = first < rows.end ? bottom.end : top.begin;
-  return seen;
-}
-
-// The queries that see any of the keys [first, first + count).
-METAL_FUNC Range queries_of_keys(Band band, Int32 Tq, Int32 first, Int32 count) {
-  Int32 from = larger(first, band.key_begin);
-  Int32 to = smaller(first + count, band.key_end) - 1;
-  Range seen;
-  seen.begin = from <= to ? visible_queries(band, from, Tq).begin : Tq;
-  seen.end = visible_queries(band, to, Tq).end;
-  return seen;
-}
 
 // What a simdgroup sees of a tile: the blocks [from, to); and whether each of its rows (or keys)
 // sees all of them, which spares it the masks.
@@ -155,6 +26,7 @@ METAL_FUNC BlockSpan block_span(Range seen, Range left, Range right, Int32 first
   span.to = (larger(smaller(seen.end - first, size), 0) + kBlockSize - 1) / kBlockSize;
   span.whole =
       is_seen_whole(left, right, first + span.from * kBlockSize, first + span.to * kBlockSize);
+  if (hides_pairs()) span.whole = false;
   return span;
 }
 
@@ -176,6 +48,25 @@ METAL_FUNC Block sum_of_parts(threadgroup const float* exchange, Int32 slot, Int
     sum += two_at(exchange + ((part * part_slots + slot) * kSimdgroupWidth + Int32(lane)) * 2);
   }
   return sum;
+}
+
+// Which pairs of its row a lane knows to be seen: keys of a range or, where single pairs may be
+// hidden, the lane's own two of a block.
+struct Sight {
+  Range keys;
+  uint bits;
+};
+
+METAL_FUNC Sight sight_of(Range keys, uint bits) {
+  Sight sight = {keys, bits};
+  return sight;
+}
+
+// Whether the lane's row sees key j of a block that begins with `key`.
+METAL_FUNC bool sees(Sight sight, Int32 key, Int32 j, Lane at) {
+  if (!hides_pairs()) return contains(sight.keys, key + j);
+  uint bits = metal::simd_shuffle(sight.bits, lane_holding(at.row, j));
+  return ((bits >> uint(j % 2)) & 1u) != 0;
 }
 
 // By selection: x where the lane's row sees its two keys.
@@ -274,18 +165,19 @@ METAL_FUNC void add_hidden(float weight, Blocks<4> values, bool shown, Int32 fir
 // sums + w x of 8 rows of a tile, the lane's one at x, for what of x is not finite, where the
 // lane's row sees it. Rare, and slow: a tile that holds NaN or infinity, at the edge of the mask.
 template <int N, typename T>
-METAL_FUNC void add_hidden_rows(Block w, Range seen, Int32 key, threadgroup const T* x,
+METAL_FUNC void add_hidden_rows(Block w, Sight seen, Int32 key, threadgroup const T* x,
                                 Int32 stride, Lane at, thread Blocks<N>& sums) {
 #pragma clang loop unroll(disable)
   for (Int32 j = 0; j < kBlockSize; ++j) {
     ushort lane = lane_holding(at.row, j);
     float even = metal::simd_shuffle(w.x, lane);
     float odd = metal::simd_shuffle(w.y, lane);
+    bool shown = sees(seen, key, j, at);
 #pragma clang loop unroll(full)
     for (Int32 first = 0; first < N; first += 4) {
       Blocks<4> values;
       load_across<N>(x + (j - at.row) * stride, first, at.column, values);
-      add_hidden(j % 2 == 0 ? even : odd, values, contains(seen, key + j), first, sums);
+      add_hidden(j % 2 == 0 ? even : odd, values, shown, first, sums);
     }
   }
 }

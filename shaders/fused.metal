@@ -8,6 +8,7 @@
 #include "fused_dkv.h"
 #include "fused_dq.h"
 #include "fused_forward.h"
+#include "fused_scores.h"
 
 // clang-format off
 template [[host_name("attention_fused_fwd_hd32")]] [[kernel]] decltype(attention_fused_fwd<32>) attention_fused_fwd<32>;
@@ -41,4 +42,12 @@ template [[host_name("attention_decode_hd96")]] [[kernel]] decltype(attention_de
 template [[host_name("attention_decode_hd128")]] [[kernel]] decltype(attention_decode<128>) attention_decode<128>;
 template [[host_name("attention_decode_hd192")]] [[kernel]] decltype(attention_decode<192>) attention_decode<192>;
 template [[host_name("attention_decode_hd256")]] [[kernel]] decltype(attention_decode<256>) attention_decode<256>;
+
+template [[host_name("attention_fused_bwd_dbias_hd32")]] [[kernel]] decltype(attention_fused_bwd_dbias<32>) attention_fused_bwd_dbias<32>;
+template [[host_name("attention_fused_bwd_dbias_hd64")]] [[kernel]] decltype(attention_fused_bwd_dbias<64>) attention_fused_bwd_dbias<64>;
+template [[host_name("attention_fused_bwd_dbias_hd80")]] [[kernel]] decltype(attention_fused_bwd_dbias<80>) attention_fused_bwd_dbias<80>;
+template [[host_name("attention_fused_bwd_dbias_hd96")]] [[kernel]] decltype(attention_fused_bwd_dbias<96>) attention_fused_bwd_dbias<96>;
+template [[host_name("attention_fused_bwd_dbias_hd128")]] [[kernel]] decltype(attention_fused_bwd_dbias<128>) attention_fused_bwd_dbias<128>;
+template [[host_name("attention_fused_bwd_dbias_hd192")]] [[kernel]] decltype(attention_fused_bwd_dbias<192>) attention_fused_bwd_dbias<192>;
+template [[host_name("attention_fused_bwd_dbias_hd256")]] [[kernel]] decltype(attention_fused_bwd_dbias<256>) attention_fused_bwd_dbias<256>;
 // clang-format on

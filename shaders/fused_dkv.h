@@ -35,6 +35,29 @@ struct OwnedKeys {
   Range right_seen;  // and the second
 };
 
+// Whether a block of pairs is to be asked for each of them.
+METAL_FUNC bool asks_pairs() { return has_runs || hides_pairs(); }
+
+// Whether query i has a range that holds one of the keys.
+METAL_FUNC bool query_sees(constant AttnParams& params, device const AttnRange* ranges, Int32 b,
+                           Int32 i, Range keys) {
+  if (i >= Int32(params.Tq)) return false;
+  Range seen = visible_keys(band_of(params, range_of(params, ranges, b, i)), i);
+  return !is_empty(seen) && seen.begin < keys.end && seen.end > keys.begin;
+}
+
+// From the first to the last query that sees any of the keys, where each has a range of its own.
+METAL_FUNC Range queries_with_runs(constant AttnParams& params, device const AttnRange* ranges,
+                                   Int32 b, Range keys, uint lane) {
+  Range found = {Int32(params.Tq), 0};
+  for (Int32 i = Int32(lane); i < Int32(params.Tq); i += kSimdgroupWidth) {
+    if (!query_sees(params, ranges, b, i, keys)) continue;
+    found.begin = smaller(found.begin, i);
+    found.end = i + 1;
+  }
+  return hull_of_lanes(found);
+}
+
 // One of the two columns into its row: x * scale, or that added to what the row holds. A key that
 // nobody sees has no gradient, whatever x is.
 template <int N>
@@ -72,11 +95,12 @@ METAL_FUNC Block dot_keys(threadgroup const float* row, thread const Blocks<N>& 
 }
 
 // sums + transpose(x) w of 8 rows of a tile from query i on, for what of x is not finite, where the
-// row is live and sees the lane's keys. Rare and slow, as add_hidden_rows.
+// row is live and sees the lane's keys. `bits`: which of the lane's two pairs are seen, where pairs
+// are asked for. Rare and slow, as add_hidden_rows.
 template <int N>
-METAL_FUNC void add_hidden_columns(threadgroup const float* x, Int32 stride, Block w, Range left,
-                                   Range right, threadgroup const RowStatistics* rows, Int32 i,
-                                   Lane at, thread Blocks<N>& sums) {
+METAL_FUNC void add_hidden_columns(threadgroup const float* x, Int32 stride, Block w, uint bits,
+                                   Range left, Range right, threadgroup const RowStatistics* rows,
+                                   Int32 i, Lane at, thread Blocks<N>& sums) {
 #pragma clang loop unroll(disable)
   for (Int32 j = 0; j < kBlockSize; ++j) {
     ushort lane = lane_holding(j, at.column);
@@ -85,6 +109,11 @@ METAL_FUNC void add_hidden_columns(threadgroup const float* x, Int32 stride, Blo
     bool live = is_live(rows[j]);
     bool first_seen = live && contains(left, i + j);
     bool second_seen = live && contains(right, i + j);
+    if (asks_pairs()) {
+      uint pairs = metal::simd_shuffle(bits, lane);
+      first_seen = live && (pairs & 1u) != 0;
+      second_seen = live && (pairs & 2u) != 0;
+    }
 #pragma clang loop unroll(full)
     for (Int32 first = 0; first < N; first += 4) {
       Blocks<4> values;
@@ -102,7 +131,7 @@ METAL_FUNC void add_hidden_columns(threadgroup const float* x, Int32 stride, Blo
 
 // sums += transpose(8 rows of a tile, the first at x) w.
 template <int N>
-METAL_FUNC void add_rows(threadgroup const float* x, Int32 stride, Block w,
+METAL_FUNC void add_rows(threadgroup const float* x, Int32 stride, Block w, uint bits,
                          threadgroup const RowStatistics* rows, Int32 i, bool finite, Lane at,
                          thread OwnedKeys<N>& own) {
   threadgroup const float* left = x + at.column * stride;
@@ -120,7 +149,7 @@ METAL_FUNC void add_rows(threadgroup const float* x, Int32 stride, Block w,
     own.sums.at[n] += multiply_add(a.at[n], w, Block(0.0f, 0.0f));
   }
   if (!finite) {
-    add_hidden_columns(x, stride, w, own.left_seen, own.right_seen, rows, i, at, own.sums);
+    add_hidden_columns(x, stride, w, bits, own.left_seen, own.right_seen, rows, i, at, own.sums);
   }
 }
 
@@ -144,6 +173,10 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>:
     device const uchar* dout [[buffer(kBufferDout)]],
     device const float* d_row [[buffer(kBufferDRow)]], device uchar* dk [[buffer(kBufferDk)]],
     device uchar* dv [[buffer(kBufferDv)]],
+    device const uchar* bias [[buffer(kBufferBias), function_constant(has_bias)]],
+    device const uchar* mask [[buffer(kBufferMask), function_constant(has_mask)]],
+    device const uchar* sinks [[buffer(kBufferSinks), function_constant(has_sinks)]],
+    device const float* o [[buffer(kBufferO), function_constant(has_sinks)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],
     constant AttnParams& params [[buffer(kBufferParams)]],
     constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
@@ -169,19 +202,28 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>:
   Int32 channel = part * Shape::kOwnChannels;
   Int32 block_key = first_key + key_block * kBlockSize;
   Int32 key = block_key + at.column;  // the lane's first
-  Band band = band_of(params, ranges[b]);
+  Band band = band_of_sequence(params, ranges, b);
   ScoreOptions options = score_options(params, grid);
   Range seen = queries_of_keys(band, Tq, block_key, kBlockSize);
   Range queries = queries_of_keys(band, Tq, first_key, Sizes::kKeys);
+  Range keys_here = {first_key, smaller(first_key + Sizes::kKeys, Tk)};
+  PairArrays arrays = {source(q, is_half_bias), q};
+  if (has_bias) arrays.bias = source(bias, is_half_bias);
+  if (has_mask) arrays.mask = mask;
+  Int32 channels = role == kSumsDv ? params.hd : params.hv;  // of own.right
   OwnedKeys<Shape::kOwnBlocks> own;
   HeadRows keys = head_rows(source(role == kSumsDv ? k : v, is_half_kv),
                             role == kSumsDv ? params.k : params.v, b, kv_head);
   load_columns(after(keys.row0, smaller(key, Tk - 1) * keys.stride),
-               after(keys.row0, smaller(key + 1, Tk - 1) * keys.stride), channel, params.hd, at,
+               after(keys.row0, smaller(key + 1, Tk - 1) * keys.stride), channel, channels, at,
                own.right);
   set_zero(own.sums);
   own.left_seen = visible_queries(band, key, Tq);
   own.right_seen = visible_queries(band, key + 1, Tq);
+  if (has_runs) {
+    queries = queries_with_runs(params, ranges, b, keys_here, lane);
+    seen = queries;
+  }
 
   HeadRows q_rows = head_rows(source(q, is_half_q), params.q, b, kv_head * grid.rep);
   HeadRows dout_rows = head_rows(source(dout, is_half_q), params.dout, b, kv_head * grid.rep);
@@ -200,27 +242,40 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>:
     Source q_from = q_head;
     Source dout_from = dout_head;
     for (Int32 first = queries.begin; first < queries.end; first += Sizes::kRows) {
+      Int32 asked = first + Int32(lane) % Int32(Sizes::kRows);
+      bool hidden = has_runs && !query_sees(params, ranges, b, asked, keys_here);
+      hidden = metal::simd_all(hidden);
+      if (hidden) {
+        q_from = after(q_from, Sizes::kRows * q_rows.stride);
+        dout_from = after(dout_from, Sizes::kRows * dout_rows.stride);
+        continue;
+      }
       if (!fresh) metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
       fresh = false;
       TileRows present = {0, queries.end - first};
       bool finite = stage_rows<kHd, Sizes::kRows, Sizes::kThreads, kAbsentRowsAreZeros>(
           q_from, q_rows.stride, present, params.hd, thread_, q_tile);
       bool dout_finite = stage_rows<kHd, Sizes::kRows, Sizes::kThreads, kAbsentRowsAreZeros>(
-          dout_from, dout_rows.stride, present, params.hd, thread_, q_tile + Sizes::kTileFloats);
+          dout_from, dout_rows.stride, present, params.hv, thread_, q_tile + Sizes::kTileFloats);
       leave_vote(votes, finite && dout_finite, simdgroup, lane);
       q_from = after(q_from, Sizes::kRows * q_rows.stride);
       dout_from = after(dout_from, Sizes::kRows * dout_rows.stride);
       if (thread_ < uint(Sizes::kRows)) {
         Int64 i = stat + smaller(first + Int32(thread_), Tq - 1);
-        RowStatistics row;
-        row.m = row_max[i];
-        row.inverse_l = 1.0f / row_sum[i];
-        row.d = d_row[i];
+        RowStatistics row = row_statistics(row_max[i], row_sum[i], d_row[i]);
+        if (has_sinks) {
+          SinkRows sink_rows = {source(sinks, is_half_sinks), o};
+          bool alone =
+              is_sink_alone(params, sink_rows, b, kv_head * grid.rep + n,
+                            smaller(first + Int32(thread_), Tq - 1), row_max[i], row_sum[i]);
+          if (alone) row.inverse_l = INFINITY;
+        }
         statistics[thread_] = row;
       }
       metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
       BlockSpan span = block_span(seen, own.left_seen, own.right_seen, first, Sizes::kRows);
+      if (has_runs) span.whole = false;
 #pragma clang loop unroll(disable)
       for (Int32 r = span.from; r < span.to; ++r) {
         Block product =
@@ -243,16 +298,25 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>:
         }
         threadgroup const RowStatistics* block_rows = statistics + r * kBlockSize;
         RowStatistics row = block_rows[at.row];
-        Gradients of = gradients_of(options, products, row);
+        Int32 i = first + r * kBlockSize;
+        PairBlock block = {0u, Block(0.0f, 0.0f)};
+        if (asks_pairs() && i + at.row < Tq) {
+          Range row_keys =
+              visible_keys(band_of(params, range_of(params, ranges, b, i + at.row)), i + at.row);
+          PairRow pairs = pair_row(params, arrays, b, kv_head * grid.rep + n, i + at.row);
+          block = pair_block(pairs, row_keys, key);
+        }
+        Gradients of = gradients_of(options, products, block.bias, row);
         Block w = role == kSumsDk ? of.ds : of.p;
         if (!all_live && !is_live(row)) w = Block(0.0f, 0.0f);
-        Int32 i = first + r * kBlockSize;
-        if (!span.whole) {
+        if (asks_pairs()) {
+          w = where_shown(block.bits, w, 0.0f);
+        } else if (!span.whole) {
           w = Block(contains(own.left_seen, i + at.row) ? w.x : 0.0f,
                     contains(own.right_seen, i + at.row) ? w.y : 0.0f);
         }
-        add_rows(sum_rows + r * kBlockSize * Shape::kStride, Shape::kStride, w, block_rows, i,
-                 finite, at, own);
+        add_rows(sum_rows + r * kBlockSize * Shape::kStride, Shape::kStride, w, block.bits,
+                 block_rows, i, finite, at, own);
       }
     }
     q_head = after(q_head, params.q.head);
@@ -266,8 +330,8 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DkvShape<kHd, kGpu>:
   for (Int32 second = 0; second < 2; ++second) {
     Int32 j = key + second;
     if (j >= Tk) continue;
-    bool live = j >= band.key_begin && j < band.key_end;
+    bool live = has_runs || (j >= band.key_begin && j < band.key_end);
     store_column(own.sums, second != 0, scale, live, after(out, offset_of(strides, b, j, kv_head)),
-                 channel, params.hd, at);
+                 channel, role == kSumsDv ? params.hv : params.hd, at);
   }
 }

@@ -45,8 +45,8 @@ struct OwnedRows {
 
 // dq += ds times 8 keys of a tile, from the run of channels on.
 template <int N>
-METAL_FUNC void add_keys(Block ds, Int32 key, threadgroup const float* keys, Int32 stride,
-                         bool finite, Lane at, thread OwnedRows<N>& own) {
+METAL_FUNC void add_keys(Block ds, Sight seen, Int32 key, threadgroup const float* keys,
+                         Int32 stride, bool finite, Lane at, thread OwnedRows<N>& own) {
   threadgroup const float* row = keys + at.row * stride;
   Blocks<N> k;
   load_row(row, at, k);
@@ -55,7 +55,7 @@ METAL_FUNC void add_keys(Block ds, Int32 key, threadgroup const float* keys, Int
   for (Int32 n = 0; n < N; ++n) {
     own.dq.at[n] += multiply_add(ds, k.at[n], Block(0.0f, 0.0f));
   }
-  if (!finite) add_hidden_rows(ds, own.seen, key, row, stride, at, own.dq);
+  if (!finite) add_hidden_rows(ds, seen, key, row, stride, at, own.dq);
 }
 
 }  // namespace forge
@@ -71,6 +71,10 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DqShape<kHd, kGpu>::
     device const float* row_sum [[buffer(kBufferRowSum)]],
     device const uchar* dout [[buffer(kBufferDout)]],
     device const float* d_row [[buffer(kBufferDRow)]], device uchar* dq [[buffer(kBufferDq)]],
+    device const uchar* bias [[buffer(kBufferBias), function_constant(has_bias)]],
+    device const uchar* mask [[buffer(kBufferMask), function_constant(has_mask)]],
+    device const uchar* sinks [[buffer(kBufferSinks), function_constant(has_sinks)]],
+    device const float* o [[buffer(kBufferO), function_constant(has_sinks)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],
     constant AttnParams& params [[buffer(kBufferParams)]],
     constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
@@ -87,7 +91,7 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DqShape<kHd, kGpu>::
   uint thread_ = simdgroup * kSimdgroupWidth + lane;
   constexpr Int32 kSlots = Sizes::kRowBlocks * Sizes::kKeyBlocks;
   Int32 row_block = Int32(simdgroup % Sizes::kRowBlocks);
-  Int32 part = Int32(simdgroup / Sizes::kRowBlocks);
+  Int32 part = Shape::kParts > 1 ? Int32(simdgroup / Sizes::kRowBlocks) : 0;
   Int32 channel = part * Shape::kOwnChannels;
   Int32 first_row = (grid.tile + Int32(group.x)) * kQueryRows;
   Int32 r = first_row + row_block * kBlockSize + at.row;
@@ -95,22 +99,31 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DqShape<kHd, kGpu>::
   RowPlace place = row_place(rows, exists ? r : rows.end - 1);
   Int64 stat = stat_index(params, rows.b, place.head, place.query);
   ScoreOptions options = score_options(params, grid);
-  Range seen = keys_of_rows(rows, first_row + row_block * kBlockSize, kBlockSize);
-  Range keys = keys_of_rows(rows, first_row, kQueryRows);
+  TileSights sights = sights_of_tile(params, ranges, rows, first_row, row_block, at, lane);
+  Range keys = sights.tile;
+  Range seen = sights.block;
+  PairArrays arrays = {source(q, is_half_bias), q};
+  if (has_bias) arrays.bias = source(bias, is_half_bias);
+  if (has_mask) arrays.mask = mask;
+  PairRow pair_arrays = pair_row(params, arrays, rows.b, place.head, place.query);
   HeadRows k_rows = head_rows(source(k, is_half_kv), params.k, rows.b, rows.kv_head);
   HeadRows v_rows = head_rows(source(v, is_half_kv), params.v, rows.b, rows.kv_head);
-  Target dq_row = after(target(dq, is_half_dq),
-                        offset_of(params.dq, rows.b, place.query, place.head) + channel);
+  Target dq_row =
+      after(target(dq, is_half_dq), offset_of(params.dq, rows.b, place.query, place.head));
   OwnedRows<Shape::kOwnBlocks> own;
   load_row(after(source(q, is_half_q), offset_of(params.q, rows.b, place.query, place.head)),
            channel, params.hd, at, own.q);
   load_row(after(source(dout, is_half_q), offset_of(params.dout, rows.b, place.query, place.head)),
-           channel, params.hd, at, own.dout);
+           channel, params.hv, at, own.dout);
   set_zero(own.dq);
-  own.statistics.m = row_max[stat];
-  own.statistics.inverse_l = 1.0f / row_sum[stat];
-  own.statistics.d = d_row[stat];
-  own.seen = visible_keys(rows.band, place.query);
+  own.statistics = row_statistics(row_max[stat], row_sum[stat], d_row[stat]);
+  if (has_sinks) {
+    SinkRows sink_rows = {source(sinks, is_half_sinks), o};
+    bool alone = is_sink_alone(params, sink_rows, rows.b, place.head, place.query, row_max[stat],
+                               row_sum[stat]);
+    if (alone) own.statistics.inverse_l = INFINITY;
+  }
+  own.seen = sights.own;
 
   Source k_from = after(k_rows.row0, keys.begin * k_rows.stride);
   Source v_from = after(v_rows.row0, keys.begin * v_rows.stride);
@@ -120,7 +133,7 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DqShape<kHd, kGpu>::
         k_from, k_rows.stride, present, params.hd, thread_, k_tile);
     leave_vote(votes, finite, simdgroup, lane);
     stage_rows<kHd, Sizes::kKeys, Sizes::kThreads, kAbsentRowsAreOthers>(
-        v_from, v_rows.stride, present, params.hd, thread_, k_tile + Sizes::kTileFloats);
+        v_from, v_rows.stride, present, params.hv, thread_, k_tile + Sizes::kTileFloats);
     k_from = after(k_from, Sizes::kKeys * k_rows.stride);
     v_from = after(v_from, Sizes::kKeys * v_rows.stride);
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
@@ -158,9 +171,15 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DqShape<kHd, kGpu>::
         products.s = dot_rows(own.q, k_block, Shape::kStride, at);
         products.dp = dot_rows(own.dout, k_block + Sizes::kTileFloats, Shape::kStride, at);
       }
-      Block ds = gradients_of(options, products, own.statistics).ds;
-      if (!span.whole) ds = where_seen(own.seen, key + at.column, ds, 0.0f);
-      add_keys(ds, key, k_block, Shape::kStride, finite, at, own);
+      PairBlock block = {0u, Block(0.0f, 0.0f)};
+      if (hides_pairs()) block = pair_block(pair_arrays, own.seen, key + at.column);
+      Block ds = gradients_of(options, products, block.bias, own.statistics).ds;
+      if (hides_pairs()) {
+        ds = where_shown(block.bits, ds, 0.0f);
+      } else if (!span.whole) {
+        ds = where_seen(own.seen, key + at.column, ds, 0.0f);
+      }
+      add_keys(ds, sight_of(own.seen, block.bits), key, k_block, Shape::kStride, finite, at, own);
     }
     if (first + Sizes::kKeys < keys.end) {
       metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
@@ -168,15 +187,14 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = DqShape<kHd, kGpu>::
   }
 
   if (!exists) return;
-  Int32 hd = params.hd - channel;
   Blocks<Shape::kOwnBlocks> before;
   set_zero(before);
-  if (accumulate) load_row(source(dq_row), 0, hd, at, before);
+  if (accumulate) load_row(source(dq_row), channel, params.hd, at, before);
 #pragma clang loop unroll(full)
   for (Int32 n = 0; n < Shape::kOwnBlocks; ++n) {
     Block x = Block(own.dq.at[n].x * params.scale, own.dq.at[n].y * params.scale);
     if (!is_live(own.statistics)) x = Block(0.0f, 0.0f);
     own.dq.at[n] = accumulate ? before.at[n] + x : x;
   }
-  store_row(dq_row, 0, hd, at, own.dq);
+  store_row(dq_row, channel, params.hd, at, own.dq);
 }

@@ -56,8 +56,8 @@ METAL_FUNC void multiply_keys(thread const Blocks<N>* q, threadgroup const float
 // first. `finite`: all of them, or all rows see them all.
 template <int N, int kKeyBlocks>
 METAL_FUNC void add_values(thread const Blocks<kKeyBlocks>& p, float alpha, BlockSpan span,
-                           Range seen, Int32 key, threadgroup const float* values, Int32 stride,
-                           bool finite, Lane at, thread Blocks<N>& o) {
+                           Range seen, uint bits, Int32 key, threadgroup const float* values,
+                           Int32 stride, bool finite, Lane at, thread Blocks<N>& o) {
   threadgroup const float* row = values + at.row * stride;
 #pragma clang loop unroll(full)
   for (Int32 first = 0; first < N; first += 4) {
@@ -82,22 +82,23 @@ METAL_FUNC void add_values(thread const Blocks<kKeyBlocks>& p, float alpha, Bloc
   if (finite) return;
 #pragma clang loop unroll(disable)
   for (Int32 b = span.from; b < span.to; ++b) {
-    add_hidden_rows(block_of(p, b), seen, key + b * kBlockSize, row + b * kBlockSize * stride,
-                    stride, at, o);
+    add_hidden_rows(block_of(p, b), sight_of(seen, bits >> uint(2 * b)), key + b * kBlockSize,
+                    row + b * kBlockSize * stride, stride, at, o);
   }
 }
 
-// Where a row's results go, from the simdgroup's channels on.
+// Where a row's results go, and the first of the simdgroup's channels.
 struct ResultRow {
   Target o;        // float, as the sums before the last run are
   Target rounded;  // where has_rounded says so
+  Int32 channel;
 };
 
 // The end of a run of keys: row.o holds what the runs before it came to, if there were any, and
-// takes what all come to now; after the last run it takes the result.
+// takes what all come to now; after the last run, and the sink, it takes the result.
 template <int N, int kRuns>
-METAL_FUNC void end_run(thread OwnedQueries<N, kRuns>& own, bool first, bool last, ResultRow row,
-                        Int32 hd, Lane at) {
+METAL_FUNC void end_run(thread OwnedQueries<N, kRuns>& own, bool first, bool last, float sink,
+                        ResultRow row, Int32 hv, Lane at) {
   Shares shares;
   shares.before = 0.0f;
   shares.after = 1.0f;
@@ -111,13 +112,14 @@ METAL_FUNC void end_run(thread OwnedQueries<N, kRuns>& own, bool first, bool las
     own.total = finished_sums(live, own.total);
     live = own.total.l != 0.0f;
   }
-  float factor = last ? 1.0f / own.total.l : 1.0f;
+  float share = has_sinks && last ? add_sink(sink, own.total) : 1.0f;
+  float factor = last ? share / own.total.l : 1.0f;
 #pragma clang loop unroll(full)
   for (Int32 run = 0; run < kRuns; ++run) {
-    Int32 c = run * N * kBlockSize;
+    Int32 c = row.channel + run * N * kBlockSize;
     if (!first) {
       Blocks<N> before;
-      load_row(source(row.o), c, hd, at, before);
+      load_row(source(row.o), c, hv, at, before);
 #pragma clang loop unroll(full)
       for (Int32 n = 0; n < N; ++n) {
         own.o[run].at[n] = merged(shares, before.at[n], own.o[run].at[n]);
@@ -127,8 +129,8 @@ METAL_FUNC void end_run(thread OwnedQueries<N, kRuns>& own, bool first, bool las
     for (Int32 n = 0; n < N; ++n) {
       own.o[run].at[n] = live ? own.o[run].at[n] * factor : Block(0.0f, 0.0f);
     }
-    store_row(row.o, c, hd, at, own.o[run]);
-    if (has_rounded && last) store_row(row.rounded, c, hd, at, own.o[run]);
+    store_row(row.o, c, hv, at, own.o[run]);
+    if (has_rounded && last) store_row(row.rounded, c, hv, at, own.o[run]);
     set_zero(own.o[run]);
   }
   own.sums = no_sums();
@@ -147,6 +149,9 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kG
     device uchar* rounded_o [[buffer(kBufferRounded), function_constant(has_rounded)]],
     device float* row_max [[buffer(kBufferRowMax)]],
     device float* row_sum [[buffer(kBufferRowSum)]],
+    device const uchar* bias [[buffer(kBufferBias), function_constant(has_bias)]],
+    device const uchar* mask [[buffer(kBufferMask), function_constant(has_mask)]],
+    device const uchar* sinks [[buffer(kBufferSinks), function_constant(has_sinks)]],
     device const AttnRange* ranges [[buffer(kBufferRanges)]],
     constant AttnParams& params [[buffer(kBufferParams)]],
     constant AttnGrid& grid [[buffer(kBufferGrid)]], uint3 group [[threadgroup_position_in_grid]],
@@ -168,20 +173,30 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kG
   bool exists = r < rows.end;
   RowPlace place = row_place(rows, exists ? r : rows.end - 1);
   ScoreOptions options = score_options(params, grid);
-  Range keys = keys_of_rows(rows, first_row, kQueryRows);
-  Range seen = keys_of_rows(rows, first_row + row_block * kBlockSize, kBlockSize);
+  TileSights sights = sights_of_tile(params, ranges, rows, first_row, row_block, at, lane);
+  Range keys = sights.tile;
+  Range seen = sights.block;
+  PairArrays arrays = {source(q, is_half_bias), q};
+  if (has_bias) arrays.bias = source(bias, is_half_bias);
+  if (has_mask) arrays.mask = mask;
+  PairRow pairs = pair_row(params, arrays, rows.b, place.head, place.query);
+  float sink = -INFINITY;
+  if (has_sinks) {
+    sink = sink_of(params, source(sinks, is_half_sinks), rows.b, place.head, place.query);
+  }
   HeadRows k_rows = head_rows(source(k, is_half_kv), params.k, rows.b, rows.kv_head);
   HeadRows v_rows = head_rows(source(v, is_half_kv), params.v, rows.b, rows.kv_head);
   ResultRow result;
-  result.o = after(target(o), offset_of(params.o, rows.b, place.query, place.head) + channel);
+  result.o = after(target(o), offset_of(params.o, rows.b, place.query, place.head));
   result.rounded = result.o;
+  result.channel = channel;
   if (has_rounded) {
-    result.rounded = after(target(rounded_o, true),
-                           offset_of(params.rounded, rows.b, place.query, place.head) + channel);
+    result.rounded =
+        after(target(rounded_o, true), offset_of(params.rounded, rows.b, place.query, place.head));
   }
   Int64 stat = stat_index(params, rows.b, place.head, place.query);
   OwnedQueries<Shape::kRunBlocks, Shape::kRuns> own;
-  own.seen = visible_keys(rows.band, place.query);
+  own.seen = sights.own;
   own.sums = no_sums();
 #pragma clang loop unroll(full)
   for (Int32 run = 0; run < Shape::kRuns; ++run) {
@@ -211,7 +226,7 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kG
       BlockSpan span = block_span(seen, own.seen, own.seen, first, Shape::kKeys);
       TileRows present = {keys.begin - first, keys.end - first};
       bool finite = stage_rows<kHd, Shape::kKeys, Shape::kThreads, kAbsentRowsAreZeros>(
-          v_from, v_rows.stride, present, params.hd, thread_, v_tile);
+          v_from, v_rows.stride, present, params.hv, thread_, v_tile);
       leave_vote(votes, finite, simdgroup, lane);
       Blocks<Shape::kKeyBlocks> p;
       multiply_keys<Shape::kRunBlocks, Shape::kRuns>(own.q, k_tile + channel, Shape::kStride, span,
@@ -239,17 +254,20 @@ template <int kHd, GpuFamily kGpu = kAnyGpu, int kThreads = ForwardShape<kHd, kG
           }
         }
         finite = span.whole || unanimous<Shape::kSimdgroups>(votes);
-        float alpha = softmax_step(options, span, own.seen, first + at.column, p, own.sums);
+        uint bits;
+        float alpha =
+            softmax_step(options, span, own.seen, pairs, first + at.column, p, own.sums, bits);
 #pragma clang loop unroll(full)
         for (Int32 run = 0; run < Shape::kRuns; ++run) {
-          add_values(p, alpha, span, own.seen, first, v_tile + channel + run * Shape::kRunChannels,
-                     Shape::kStride, finite, at, own.o[run]);
+          add_values(p, alpha, span, own.seen, bits, first,
+                     v_tile + channel + run * Shape::kRunChannels, Shape::kStride, finite, at,
+                     own.o[run]);
         }
       }
     }
     if (last || next % kSplitKeys == 0) {
       if (exists) {
-        end_run(own, first_run, last, result, params.hd - channel, at);
+        end_run(own, first_run, last, sink, result, params.hv, at);
         if (channel == 0 && at.column == 0) {
           row_max[stat] = own.total.m;
           row_sum[stat] = own.total.l;

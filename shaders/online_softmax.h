@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fused.h"
+#include "pairs.h"
 #include "shared/attn_row.h"
 
 namespace forge {
@@ -27,15 +28,24 @@ METAL_FUNC float share_of(float m, float top) {
 }
 
 // Dot products become exp(s - m) with the new maximum; m and l move on. Returns what the sums so
-// far are to be multiplied with. Blocks that the span does not hold become zeros.
+// far are to be multiplied with. Blocks that the span does not hold become zeros. `bits`: of each
+// block the lane's two pairs that are seen, where single pairs may be hidden.
 template <int N>
-METAL_FUNC float softmax_step(ScoreOptions options, BlockSpan span, Range seen, Int32 key,
-                              thread Blocks<N>& p, thread RowSums& sums) {
+METAL_FUNC float softmax_step(ScoreOptions options, BlockSpan span, Range seen, PairRow pairs,
+                              Int32 key, thread Blocks<N>& p, thread RowSums& sums,
+                              thread uint& bits) {
   float top = -INFINITY;
+  bits = 0;
 #pragma clang loop unroll(full)
   for (Int32 b = 0; b < N; ++b) {
     Block s = scores_of(p.at[b], options).s;
-    if (!span.whole) s = where_seen(seen, key + b * kBlockSize, s, -INFINITY);
+    if (hides_pairs()) {
+      PairBlock block = pair_block(pairs, seen, key + b * kBlockSize);
+      s = where_shown(block.bits, s + block.bias, -INFINITY);
+      bits |= block.bits << uint(2 * b);
+    } else if (!span.whole) {
+      s = where_seen(seen, key + b * kBlockSize, s, -INFINITY);
+    }
     p.at[b] = holds(span, b) ? s : Block(-INFINITY, -INFINITY);
     top = larger(p.at[b].x, larger(p.at[b].y, top));
   }
@@ -79,6 +89,12 @@ METAL_FUNC RowSums finished_sums(bool sees_keys, RowSums sums) {
   sums.m = row.m;
   sums.l = row.l;
   return sums;
+}
+
+// The row's sink comes last: one more logit. Returns what o is to be multiplied with.
+METAL_FUNC float add_sink(float sink, thread RowSums& total) {
+  RowSums one = {sink, 1.0f};
+  return sink == -INFINITY ? 1.0f : merge(total, one).before;
 }
 
 }  // namespace forge

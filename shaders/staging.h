@@ -25,6 +25,11 @@ METAL_FUNC HeadRows head_rows(Source array, AttnStrides strides, Int32 b, Int32 
   return rows;
 }
 
+// Whether a row may not see a key of a tile that another row sees.
+METAL_FUNC bool hides_keys() {
+  return has_causal || has_window || has_runs || has_bias || has_mask;
+}
+
 // The rows of a tile that there are, of those that it has room for: [begin, end).
 struct TileRows {
   Int32 begin;
@@ -112,7 +117,7 @@ METAL_FUNC bool stage_rows(Source from, Int64 stride, TileRows rows, Int32 hd, u
     for (Int32 i = 0; i < Shape::kAcross; ++i) {
       Int32 quad = lane + i * Shape::kLanes;
       float4 x = values[n * Shape::kAcross + i];
-      if (has_causal || has_window) {
+      if (hides_keys()) {
         most = larger(larger(most, magnitude_bits(x.x)), magnitude_bits(x.y));
         most = larger(larger(most, magnitude_bits(x.z)), magnitude_bits(x.w));
       }
@@ -127,14 +132,14 @@ METAL_FUNC bool stage_rows(Source from, Int64 stride, TileRows rows, Int32 hd, u
 // A simdgroup's vote, and the outcome after the next barrier: is all of the tile finite? 0 * NaN
 // would reach rows that do not see the NaN. Where nothing is masked within a tile nobody asks.
 METAL_FUNC void leave_vote(threadgroup Int32* votes, bool finite, uint simdgroup, uint lane) {
-  if (!(has_causal || has_window)) return;
+  if (!hides_keys()) return;
   bool all = metal::simd_all(finite);
   if (lane == 0) votes[simdgroup] = all ? 1 : 0;
 }
 
 template <int kSimdgroups>
 METAL_FUNC bool unanimous(threadgroup const Int32* votes) {
-  if (!(has_causal || has_window)) return true;
+  if (!hides_keys()) return true;
   Int32 count = 0;
 #pragma clang loop unroll(full)
   for (Int32 n = 0; n < kSimdgroups; ++n) count += votes[n];

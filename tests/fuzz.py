@@ -13,6 +13,7 @@ where a problem failed, and prints the number of each.
 import argparse
 import collections
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -57,9 +58,8 @@ def try_all(args):
     """How many problems were tried, the failed ones, and how many there were of each kind."""
     began, tried, failed, kinds = time.monotonic(), 0, [], collections.Counter()
     todo, waiting = batches(args.first, args.count), collections.deque()
-    with ProcessPoolExecutor(
-        args.processes, initializer=forge.set_num_threads, initargs=(1,)
-    ) as pool:
+    fresh = multiprocessing.get_context("spawn")  # a forked process has no GPU
+    with ProcessPoolExecutor(args.processes, fresh, forge.set_num_threads, (1,)) as pool:
         while True:
             while len(waiting) < 2 * args.processes and time.monotonic() - began < args.seconds:
                 batch = next(todo, None)

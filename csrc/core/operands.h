@@ -49,6 +49,10 @@ struct Operand {
 
   // Of a [B, T, heads, hd] array.
   AttnStrides heads_strides() const { return {strides[0], strides[1], strides[2], 0}; }
+  // Of a [B, H, Tq, Tk] or [B, H, Tq] array, or one with axes of 1.
+  AttnPairStrides pair_strides() const {
+    return {strides[0], strides[1], strides[2], strides[3], 0};
+  }
 };
 
 // Whether an axis has no extent.

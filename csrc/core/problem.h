@@ -85,6 +85,34 @@ AttnStrides* strides_in(AttnParamsOf<Real>& params, BufferIndex slot) {
   }
 }
 
+// Likewise of an array over pairs or rows, each axis 1 or the problem's.
+template <typename Real>
+AttnPairStrides* pair_strides_in(AttnParamsOf<Real>& params, BufferIndex slot) {
+  switch (slot) {
+    case kBufferBias:
+      return &params.bias;
+    case kBufferMask:
+      return &params.mask;
+    case kBufferSinks:
+      return &params.sinks;
+    case kBufferDbias:
+      return &params.dbias;
+    case kBufferDsinks:
+      return &params.dsinks;
+    default:
+      return nullptr;
+  }
+}
+
+// AttnPairAxes of such an array.
+inline Int32 axes_of(const Operand& operand) {
+  Int32 axes = 0;
+  for (int axis = 0; axis < operand.ndim; ++axis) {
+    if (operand.shape[static_cast<std::size_t>(axis)] != 1) axes |= 1 << axis;
+  }
+  return axes;
+}
+
 // Sizes, options and strides as kernels take them: scale and softcap rounded to their type.
 template <typename Real>
 AttnParamsOf<Real> params_as(const Problem& problem) {
@@ -96,13 +124,18 @@ AttnParamsOf<Real> params_as(const Problem& problem) {
   to.window_right = problem.window_right;
   for (const OperandInfo& info : operand_table()) {
     AttnStrides* strides = strides_in(to, info.slot);
-    if (strides != nullptr) *strides = problem.operands[info.slot].heads_strides();
+    const Operand& operand = problem.operands[info.slot];
+    if (strides != nullptr) *strides = operand.heads_strides();
+    AttnPairStrides* pairs = pair_strides_in(to, info.slot);
+    if (pairs != nullptr) *pairs = operand.pair_strides();
   }
   to.H = problem.H;
   to.Hkv = problem.Hkv;
   to.hd = problem.hd;
   to.hv = problem.hv;
   to.runs = problem.runs ? 1 : 0;
+  to.dbias_axes = axes_of(problem.operands[kBufferDbias]);
+  to.dsinks_axes = axes_of(problem.operands[kBufferDsinks]);
   to.causal = problem.causal ? 1 : 0;
   to.scale = static_cast<Real>(problem.scale);
   to.softcap = static_cast<Real>(problem.softcap);

@@ -19,13 +19,10 @@ std::string kernels_refuse(const Problem& problem) {
     return std::string("the materialized Metal kernels take float32, got ") +
            dtype_name(problem.kv_dtype);
   }
-  if (const std::string option = beyond_plain(problem); !option.empty()) {
-    return "the Metal kernels do not take " + option;
-  }
   if (problem.family == Family::kMaterialized) return "";
-  if (problem.hd > kMaxFusedHeadDim) {
+  if (const Int32 widest = std::max(problem.hd, problem.hv); widest > kMaxFusedHeadDim) {
     return "the fused Metal kernels take head dims 1 to " + std::to_string(kMaxFusedHeadDim) +
-           ", got " + std::to_string(problem.hd);
+           ", got " + std::to_string(widest);
   }
   const Int64 longest = std::max(problem.H / problem.Hkv * problem.Tq, problem.Tk);
   if (longest > kMaxFusedLength) {
@@ -72,10 +69,13 @@ const Backend& metal_backend() {
 }
 
 metal::StreamPlan plan_metal_stream(const Problem& problem, bool cut) {
-  const std::string reason = problem.family == Family::kFused
-                                 ? kernels_refuse(problem)
-                                 : "only kernel='fused' runs in a framework's command stream";
-  if (!reason.empty()) throw NotServed(reason);
+  if (problem.family != Family::kFused) {
+    throw NotServed("only kernel='fused' runs in a framework's command stream");
+  }
+  if (const std::string option = beyond_plain(problem); !option.empty()) {
+    throw NotServed("a framework's command stream does not take " + option);
+  }
+  if (const std::string reason = kernels_refuse(problem); !reason.empty()) throw NotServed(reason);
   return metal::plan(problem, cut);
 }
 

@@ -52,7 +52,8 @@ void add_operands(Buffers& buffers, AttnParams& params, const Problem& problem) 
     if (use == Use::kNone || (is_optional(use) && operand.data == nullptr)) continue;
     const bool rounded = info.slot == kBufferO && rounds_into_o(problem);
     const BufferIndex slot = rounded ? kBufferRounded : info.slot;
-    buffers.add({slot, info.name, access_of(use, problem), operand, strides_in(params, slot)});
+    buffers.add({slot, info.name, access_of(use, problem), operand, strides_in(params, slot),
+                 pair_strides_in(params, slot)});
   }
   buffers.add_private(kBufferRanges, "ranges", problem.ranges.data(),
                       problem.ranges.size() * sizeof(AttnRange));
@@ -64,18 +65,35 @@ std::vector<Kernel> forward_kernels(const Problem& problem, const AttnParams& pa
   return {fused::decode(params), fused::decode_combine(params)};
 }
 
+std::vector<Kernel> backward_kernels(const Problem& problem, const AttnParams& params) {
+  const bool has_dlse = problem.operands[kBufferDlse].data != nullptr;
+  const bool is_fused = problem.family == Family::kFused;
+  const bool adds = problem.accumulate;
+  std::vector<Kernel> kernels;
+  if (is_fused) {
+    kernels = {fused::bwd_d(params, has_dlse), fused::bwd_dq(params, adds),
+               fused::bwd_dkv(params, adds)};
+  } else {
+    kernels = {materialized::bwd_d(params, has_dlse), materialized::bwd_dq(params),
+               materialized::bwd_dkv(params)};
+  }
+  if (problem.operands[kBufferDbias].data != nullptr) {
+    kernels.push_back(is_fused ? fused::bwd_dbias(params, adds) : materialized::bwd_dbias(params));
+  }
+  if (problem.operands[kBufferDsinks].data != nullptr) {
+    kernels.push_back(is_fused ? fused::bwd_dsinks(params, adds)
+                               : materialized::bwd_dsinks(params, has_dlse));
+  }
+  return kernels;
+}
+
 std::vector<Kernel> kernels_of(const Problem& problem, const AttnParams& params) {
   const bool has_dlse = problem.operands[kBufferDlse].data != nullptr;
   switch (problem.pass) {
     case Pass::kForward:
       return forward_kernels(problem, params);
     case Pass::kBackward:
-      if (problem.family == Family::kFused) {
-        return {fused::bwd_d(params, has_dlse), fused::bwd_dq(params, problem.accumulate),
-                fused::bwd_dkv(params, problem.accumulate)};
-      }
-      return {materialized::bwd_d(params, has_dlse), materialized::bwd_dq(params),
-              materialized::bwd_dkv(params)};
+      return backward_kernels(problem, params);
     case Pass::kBwdD:
       return {materialized::bwd_d(params, has_dlse)};
     case Pass::kBwdDq:
@@ -93,7 +111,7 @@ std::vector<Scratch> scratch_of(const Problem& problem, AttnParams& params) {
     scratch.push_back({kBufferDRow, "d_row", params.B * params.H * params.Tq});
   }
   if (rounds_into_o(problem)) {
-    params.o = compact_strides(params.Tq, params.H, params.hd);
+    params.o = compact_strides(params.Tq, params.H, params.hv);
     scratch.push_back({kBufferO, "o in float32", params.B * params.o.batch});
   }
   const bool fused_forward = problem.family == Family::kFused && problem.pass == Pass::kForward;
@@ -109,7 +127,7 @@ bool are_aligned(const Problem& problem) {
   return std::all_of(table.begin(), table.end(), [&](const OperandInfo& info) {
     const Operand& operand = problem.operands[info.slot];
     if (!has_heads(info.axes) || operand.data == nullptr || is_empty(operand)) return true;
-    return rows_are_aligned(problem.hd, operand.heads_strides(),
+    return rows_are_aligned(operand.shape[3], operand.heads_strides(),
                             reinterpret_cast<std::uintptr_t>(operand.data), operand.dtype);
   });
 }
@@ -132,6 +150,15 @@ std::vector<MemoryBlock> owned_by_outputs(const Problem& problem) {
   return owned;
 }
 
+// Which options shape the scores.
+void set_options(Switches& switches, const Problem& problem) {
+  const Operands& operands = problem.operands;
+  switches.has_runs = problem.runs;
+  switches.has_bias = operands[kBufferBias].data != nullptr;
+  switches.has_mask = operands[kBufferMask].data != nullptr;
+  switches.has_sinks = operands[kBufferSinks].data != nullptr;
+}
+
 // What the fused kernels are told of the arrays' types.
 void set_types(Switches& switches, const Problem& problem) {
   const auto holds_halves = [&](BufferIndex slot) { return is_half(problem.operands[slot].dtype); };
@@ -142,6 +169,10 @@ void set_types(Switches& switches, const Problem& problem) {
   switches.is_half_dq = holds_halves(kBufferDq);
   switches.is_half_dk = holds_halves(kBufferDk);
   switches.is_half_dv = holds_halves(kBufferDv);
+  switches.is_half_bias = holds_halves(kBufferBias);
+  switches.is_half_sinks = holds_halves(kBufferSinks);
+  switches.is_half_dbias = holds_halves(kBufferDbias);
+  switches.is_half_dsinks = holds_halves(kBufferDsinks);
 }
 
 }  // namespace
@@ -163,6 +194,7 @@ std::string fused_unavailable_reason(const Problem& problem) {
     const AttnParams params = params_as<float>(problem);
     Kernel kernel = fused::is_decode(params) ? fused::decode(params) : fused::fwd(params);
     kernel.switches.is_aligned = true;  // as most calls have it
+    set_options(kernel.switches, problem);
     set_types(kernel.switches, problem);
     context->pipelines().get(kernel.name, kernel.switches);
     context->runs_fused = true;
@@ -186,6 +218,7 @@ Ran run(const Problem& problem) {
   }
   buffers.make();
   for (Kernel kernel : kernels_of(problem, params)) {
+    set_options(kernel.switches, problem);
     if (problem.family == Family::kFused) {
       kernel.switches.is_aligned = buffers.are_aligned();
       set_types(kernel.switches, problem);
@@ -210,6 +243,7 @@ StreamPlan plan(const Problem& problem, bool cut) {
   CommandBudget budget;
   for (Kernel kernel : kernels_of(problem, params)) {
     kernel.switches.is_aligned = aligned;
+    set_options(kernel.switches, problem);
     set_types(kernel.switches, problem);
     std::vector<std::pair<int, bool>> switches;
     kernel.switches.list(

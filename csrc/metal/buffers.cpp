@@ -21,16 +21,34 @@ AttnStrides compact_strides(Int64 T, Int64 heads, Int64 hd) {
 
 // Calls visit(bytes from element [0, 0, 0, 0] to (b, t, h, 0), bytes to it in a compact copy).
 template <typename Visit>
-void Buffers::for_each_row(const Placed& placed, const AttnStrides& strides, Visit&& visit) {
+void Buffers::for_each_row(const Placed& placed, const AttnPairStrides& strides, Visit&& visit) {
   Int64 compact = 0;
   for (Int64 b = 0; b < placed.B; ++b) {
     for (Int64 t = 0; t < placed.T; ++t) {
-      for (Int64 h = 0; h < placed.heads; ++h, compact += placed.hd) {
-        const Int64 at = b * strides.batch + t * strides.row + h * strides.head;
-        visit(at * placed.element_bytes(), compact * placed.element_bytes());
+      for (Int64 h = 0; h < placed.heads; ++h) {
+        for (Int64 j = 0; j < placed.keys; ++j, compact += placed.hd) {
+          const Int64 at = pair_offset(strides, b, h, t, j) - strides.first;
+          visit(at * placed.element_bytes(), compact * placed.element_bytes());
+        }
       }
     }
   }
+}
+
+// Strides of the copy that for_each_row makes, 0 along axes of 1.
+AttnPairStrides Buffers::compact(const Placed& placed) {
+  const bool has_keys = placed.array.pair_strides != nullptr;
+  const Int64 run = placed.keys * placed.hd;
+  AttnPairStrides strides = {};
+  strides.key = has_keys && run > 1 ? 1 : 0;
+  if (placed.heads > 1) strides.head = run;
+  if (placed.T > 1) strides.row = placed.heads * run;
+  if (placed.B > 1) strides.batch = placed.T * placed.heads * run;
+  return strides;
+}
+
+AttnStrides Buffers::heads_strides(const AttnPairStrides& strides) {
+  return {strides.batch, strides.row, strides.head, strides.first};
 }
 
 Buffers::Buffers(MTL::Device& device, const std::vector<MemoryBlock>& owned)
@@ -41,9 +59,17 @@ void Buffers::add(const DeviceArray& array) {
   placed.array = array;
   const std::array<Int64, 4>& shape = array.operand.shape;
   if (array.strides != nullptr) {
-    placed.given_strides = array.operand.heads_strides();
+    const AttnStrides strides = array.operand.heads_strides();
+    placed.given_strides = {strides.batch, strides.head, strides.row, 0, 0};
     std::tie(placed.B, placed.T, placed.heads, placed.hd) =
         std::tie(shape[0], shape[1], shape[2], shape[3]);
+  } else if (array.pair_strides != nullptr) {
+    placed.given_strides = array.operand.pair_strides();
+    std::tie(placed.B, placed.heads, placed.T) = std::tie(shape[0], shape[1], shape[2]);
+    const Int64 keys = array.operand.ndim > 3 ? shape[3] : 1;
+    const bool is_row = placed.given_strides.key == 1;  // its keys are neighbours
+    placed.keys = is_row ? 1 : keys;
+    placed.hd = is_row ? keys : 1;
   } else {
     placed.hd = std::accumulate(shape.begin(), shape.begin() + array.operand.ndim, Int64{1},
                                 std::multiplies<>());
@@ -63,10 +89,11 @@ void Buffers::place(Placed& placed) const {
   if (placed.empty()) return;
   Int64 lowest = 0;
   Int64 end = placed.hd;
-  const AttnStrides& strides = placed.given_strides;
+  const AttnPairStrides& strides = placed.given_strides;
   for (const auto& [extent, stride] : {std::pair{placed.B, strides.batch},
                                        {placed.T, strides.row},
-                                       {placed.heads, strides.head}}) {
+                                       {placed.heads, strides.head},
+                                       {placed.keys, strides.key}}) {
     const Int64 reach = (extent - 1) * stride;
     (reach < 0 ? lowest : end) += reach;
   }
@@ -108,7 +135,9 @@ void Buffers::make() {
   }
   for (Placed& placed : arrays_) {
     if (placed.empty()) continue;
-    if (placed.array.strides != nullptr) *placed.array.strides = placed.device_strides;
+    const DeviceArray& array = placed.array;
+    if (array.strides != nullptr) *array.strides = heads_strides(placed.device_strides);
+    if (array.pair_strides != nullptr) *array.pair_strides = placed.device_strides;
     if (placed.array.access != Access::kAddToZero) continue;
     for_each_row(placed, placed.device_strides, [&](Int64 at, Int64) {
       std::memset(placed.device_data + at, 0, placed.row_bytes());
@@ -141,11 +170,11 @@ void Buffers::wrap_together(const std::vector<Placed*>& group, const MemoryBlock
 
 void Buffers::stage(Placed& placed, const std::string& reason) const {
   const DeviceArray& array = placed.array;
-  const auto rows = static_cast<std::size_t>(placed.B * placed.T * placed.heads);
+  const auto rows = static_cast<std::size_t>(placed.B * placed.T * placed.heads * placed.keys);
   placed.buffer = new_buffer(array.name, rows * placed.row_bytes());
   placed.copied = reason;
   placed.device_data = static_cast<char*>(placed.buffer->contents());
-  placed.device_strides = compact_strides(placed.T, placed.heads, placed.hd);
+  placed.device_strides = compact(placed);
   mark(placed);
   if (array.access != Access::kRead && array.access != Access::kAddToContent) return;
   for_each_row(placed, placed.given_strides, [&](Int64 at, Int64 compact) {
@@ -187,7 +216,7 @@ bool rows_are_aligned(Int64 hd, const AttnStrides& strides, std::size_t offset, 
 bool Buffers::are_aligned() const {
   return std::all_of(arrays_.begin(), arrays_.end(), [](const Placed& placed) {
     if (placed.array.strides == nullptr || placed.empty()) return true;
-    return rows_are_aligned(placed.hd, placed.device_strides, placed.offset,
+    return rows_are_aligned(placed.hd, heads_strides(placed.device_strides), placed.offset,
                             placed.array.operand.dtype);
   });
 }

@@ -19,14 +19,16 @@ enum class Access {
   kAddToContent,  // added to
 };
 
-// One array of a call. `strides` are the kernel's own in AttnParams and are set to those of the
-// buffer; null for an array that is C-contiguous.
+// One array of a call. `strides`, or `pair_strides` of an array over pairs or rows, are the
+// kernel's own in AttnParams and are set to those of the buffer; both null for an array that is
+// C-contiguous.
 struct DeviceArray {
   BufferIndex slot;
   const char* name;
   Access access;
   Operand operand;
   AttnStrides* strides;
+  AttnPairStrides* pair_strides;
 };
 
 // Whether four channels of a row can be read and written at once, `offset` being where the array is
@@ -63,17 +65,17 @@ class Buffers {
   using BufferPtr = NS::SharedPtr<MTL::Buffer>;
   struct Placed {
     DeviceArray array;
-    Int64 B = 1, T = 1, heads = 1, hd = 0;  // rows of hd elements
-    AttnStrides given_strides{};
+    Int64 B = 1, T = 1, heads = 1, keys = 1, hd = 0;  // rows of hd elements
+    AttnPairStrides given_strides{};
     MemoryBlock span{};   // the bytes from the lowest element to the end of the highest
     MemoryBlock pages{};  // the same, in whole pages
     BufferPtr buffer;
     std::size_t offset = 0;
     std::string copied;           // why; empty when wrapped
     char* device_data = nullptr;  // element [0, 0, 0, 0] in the buffer
-    AttnStrides device_strides{};
+    AttnPairStrides device_strides{};
 
-    bool empty() const { return B == 0 || T == 0 || heads == 0 || hd == 0; }
+    bool empty() const { return B == 0 || T == 0 || heads == 0 || keys == 0 || hd == 0; }
     char* data() const { return static_cast<char*>(array.operand.data); }
     Int64 element_bytes() const { return dtype_bytes(array.operand.dtype); }
     std::size_t row_bytes() const { return static_cast<std::size_t>(hd * element_bytes()); }
@@ -84,7 +86,9 @@ class Buffers {
   };
 
   template <typename Visit>
-  static void for_each_row(const Placed& placed, const AttnStrides& strides, Visit&& visit);
+  static void for_each_row(const Placed& placed, const AttnPairStrides& strides, Visit&& visit);
+  static AttnPairStrides compact(const Placed& placed);
+  static AttnStrides heads_strides(const AttnPairStrides& strides);
   void place(Placed& placed) const;
   bool may_write(const Placed& placed) const;
   void wrap_together(const std::vector<Placed*>& group, const MemoryBlock& pages) const;

@@ -10,8 +10,10 @@ namespace {
 // The polynomials of exp and tanh, for each pair of a query and a key.
 constexpr double kFmasPerScore = 16;
 
-// An upper bound of the keys that a query sees, and of the queries that see a key.
+// An upper bound of the keys that a query sees, and of the queries that see a key. Queries with
+// positions of their own may all be near one key.
 double most_visible(const AttnParams& params, Int64 length) {
+  if (params.runs != 0 && length != params.Tk) return static_cast<double>(length);
   const Int64 right = params.causal ? 0 : params.window_right;
   if (params.window_left < 0 || right < 0) return static_cast<double>(length);
   const double width = static_cast<double>(params.window_left) + static_cast<double>(right) + 1;
@@ -20,9 +22,21 @@ double most_visible(const AttnParams& params, Int64 length) {
 
 Int64 query_rows(const AttnParams& params) { return params.B * params.H * params.Tq; }
 
-// `products` of hd fmas for each of `pairs`.
+// `products` of hd or hv fmas for each of `pairs`.
 double cost(const AttnParams& params, double pairs, int products) {
-  return pairs * (products * static_cast<double>(params.hd) + kFmasPerScore);
+  const double channels = std::max(params.hd, params.hv);
+  return pairs * (products * channels + kFmasPerScore);
+}
+
+// The extent of an axis of dbias or dsinks, and how many elements each of its own is summed over.
+struct SummedAxis {
+  Int64 extent;
+  Int64 summed;
+};
+
+SummedAxis summed_axis(Int32 axes, AttnPairAxes axis, Int64 length) {
+  if ((axes & axis) != 0) return {length, 1};
+  return {1, length};
 }
 
 Switches switches_of(const AttnParams& params) {
@@ -43,7 +57,7 @@ Kernel fwd(const AttnParams& params) {
 Kernel bwd_d(const AttnParams& params, bool has_dlse) {
   Switches switches = switches_of(params);
   switches.has_dlse = has_dlse;
-  return {"attention_bwd_d_f32", switches, query_rows(params), static_cast<double>(params.hd)};
+  return {"attention_bwd_d_f32", switches, query_rows(params), static_cast<double>(params.hv)};
 }
 
 Kernel bwd_dq(const AttnParams& params) {
@@ -57,12 +71,34 @@ Kernel bwd_dkv(const AttnParams& params) {
           cost(params, queries, 4)};
 }
 
+Kernel bwd_dbias(const AttnParams& params) {
+  const SummedAxis b = summed_axis(params.dbias_axes, kBatchAxis, params.B),
+                   h = summed_axis(params.dbias_axes, kHeadAxis, params.H),
+                   i = summed_axis(params.dbias_axes, kRowAxis, params.Tq);
+  const double rows = static_cast<double>(b.summed) * h.summed * i.summed;
+  return {"attention_bwd_dbias_f32", switches_of(params), b.extent * h.extent * i.extent,
+          rows * cost(params, most_visible(params, params.Tk), 1)};
+}
+
+Kernel bwd_dsinks(const AttnParams& params, bool has_dlse) {
+  Switches switches = switches_of(params);
+  switches.has_dlse = has_dlse;
+  const SummedAxis b = summed_axis(params.dsinks_axes, kBatchAxis, params.B),
+                   h = summed_axis(params.dsinks_axes, kHeadAxis, params.H),
+                   i = summed_axis(params.dsinks_axes, kRowAxis, params.Tq);
+  const double rows = static_cast<double>(b.summed) * h.summed * i.summed;
+  return {"attention_bwd_dsinks_f32", switches, b.extent * h.extent * i.extent,
+          rows * (kFmasPerScore + static_cast<double>(params.Tk))};
+}
+
 }  // namespace materialized
 
 namespace fused {
 namespace {
 
-FusedTiling tiling_of(const AttnParams& params) { return fused_tiling(kAnyGpu, params.hd); }
+FusedTiling tiling_of(const AttnParams& params) {
+  return fused_tiling(kAnyGpu, std::max(params.hd, params.hv));
+}
 
 std::string instance(const char* kernel, const AttnParams& params) {
   return std::string(kernel) + "_hd" + std::to_string(tiling_of(params).head_dim);
@@ -73,9 +109,12 @@ Switches fused_switches(const AttnParams& params, bool accumulate = false) {
   switches.has_causal = params.causal != 0;
   switches.has_window = params.window_left >= 0 || params.window_right >= 0;
   switches.accumulate = accumulate;
-  switches.is_whole = params.hd == tiling_of(params).head_dim;
+  const Int32 head_dim = tiling_of(params).head_dim;
+  switches.is_whole = params.hd == head_dim && params.hv == head_dim;
   return switches;
 }
+
+Int64 blocks_of(Int64 length) { return (length + kBlockSize - 1) / kBlockSize; }
 
 // Query rows of each group of heads that share a key/value head.
 Int64 group_rows(const AttnParams& params) { return params.H / params.Hkv * params.Tq; }
@@ -96,7 +135,7 @@ bool is_decode(const AttnParams& params) {
 }
 
 Int64 decode_partial_size(const AttnParams& params) {
-  return query_rows(params) * decode_splits(params.Tk) * decode_partial_floats(params.hd);
+  return query_rows(params) * decode_splits(params.Tk) * decode_partial_floats(params.hv);
 }
 
 Kernel fwd(const AttnParams& params) {
@@ -125,7 +164,7 @@ Kernel decode_combine(const AttnParams& params) {
   return {"attention_decode_combine",
           fused_switches(params),
           params.Tq,
-          static_cast<double>(decode_splits(params.Tk)) * params.hd,
+          static_cast<double>(decode_splits(params.Tk)) * params.hv,
           kSimdgroupWidth,
           params.H,
           params.B};
@@ -137,7 +176,7 @@ Kernel bwd_d(const AttnParams& params, bool has_dlse) {
   return {"attention_fused_bwd_d",
           switches,
           tiles_of(params.Tq),
-          static_cast<double>(kQueryRows) * params.hd,
+          static_cast<double>(kQueryRows) * params.hv,
           kQueryRows / kBlockSize * kSimdgroupWidth,
           params.H,
           params.B};
@@ -162,6 +201,35 @@ Kernel bwd_dkv(const AttnParams& params, bool accumulate) {
           dkv_simdgroups(tiling_of(params)) * kSimdgroupWidth,
           params.Hkv,
           params.B};
+}
+
+Kernel bwd_dbias(const AttnParams& params, bool accumulate) {
+  const SummedAxis b = summed_axis(params.dbias_axes, kBatchAxis, params.B),
+                   h = summed_axis(params.dbias_axes, kHeadAxis, params.H),
+                   i = summed_axis(params.dbias_axes, kRowAxis, blocks_of(params.Tq)),
+                   j = summed_axis(params.dbias_axes, kKeyAxis, blocks_of(params.Tk));
+  const Int64 units = i.extent * j.extent;
+  const double blocks = static_cast<double>(b.summed) * h.summed * i.summed * j.summed;
+  return {instance("attention_fused_bwd_dbias", params),
+          fused_switches(params, accumulate),
+          (units + kDbiasSimdgroups - 1) / kDbiasSimdgroups,
+          kDbiasSimdgroups * blocks * cost(params, kBlockSize * kBlockSize, 2),
+          kDbiasSimdgroups * kSimdgroupWidth,
+          h.extent,
+          b.extent};
+}
+
+Kernel bwd_dsinks(const AttnParams& params, bool accumulate) {
+  const SummedAxis b = summed_axis(params.dsinks_axes, kBatchAxis, params.B),
+                   h = summed_axis(params.dsinks_axes, kHeadAxis, params.H),
+                   i = summed_axis(params.dsinks_axes, kRowAxis, params.Tq);
+  return {"attention_fused_bwd_dsinks",
+          fused_switches(params, accumulate),
+          i.extent,
+          static_cast<double>(b.summed) * h.summed * i.summed * kFmasPerScore,
+          kSimdgroupWidth,
+          h.extent,
+          b.extent};
 }
 
 }  // namespace fused

@@ -25,6 +25,8 @@ Kernel fwd(const AttnParams& params);
 Kernel bwd_d(const AttnParams& params, bool has_dlse);
 Kernel bwd_dq(const AttnParams& params);
 Kernel bwd_dkv(const AttnParams& params);
+Kernel bwd_dbias(const AttnParams& params);
+Kernel bwd_dsinks(const AttnParams& params, bool has_dlse);
 }  // namespace materialized
 
 // Of each head dim the instantiation that fits; grids of tiles of 32 rows.
@@ -38,6 +40,8 @@ Kernel decode_combine(const AttnParams& params);
 Kernel bwd_d(const AttnParams& params, bool has_dlse);
 Kernel bwd_dq(const AttnParams& params, bool accumulate);
 Kernel bwd_dkv(const AttnParams& params, bool accumulate);
+Kernel bwd_dbias(const AttnParams& params, bool accumulate);
+Kernel bwd_dsinks(const AttnParams& params, bool accumulate);
 }  // namespace fused
 
 }  // namespace forge::metal

@@ -29,6 +29,14 @@ struct Switches {
   bool is_half_dq = false;
   bool is_half_dk = false;
   bool is_half_dv = false;
+  bool has_runs = false;
+  bool has_bias = false;
+  bool has_mask = false;
+  bool has_sinks = false;
+  bool is_half_bias = false;
+  bool is_half_sinks = false;
+  bool is_half_dbias = false;
+  bool is_half_dsinks = false;
 
   template <typename Visit>
   void list(Visit&& visit) const {
@@ -46,6 +54,14 @@ struct Switches {
     visit(kConstantIsHalfDq, is_half_dq);
     visit(kConstantIsHalfDk, is_half_dk);
     visit(kConstantIsHalfDv, is_half_dv);
+    visit(kConstantHasRuns, has_runs);
+    visit(kConstantHasBias, has_bias);
+    visit(kConstantHasMask, has_mask);
+    visit(kConstantHasSinks, has_sinks);
+    visit(kConstantIsHalfBias, is_half_bias);
+    visit(kConstantIsHalfSinks, is_half_sinks);
+    visit(kConstantIsHalfDbias, is_half_dbias);
+    visit(kConstantIsHalfDsinks, is_half_dsinks);
   }
 };
 

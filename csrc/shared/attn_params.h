@@ -37,6 +37,19 @@ struct AttnStrides {
   Int64 first;
 };
 
+// Likewise of an array over pairs of queries and keys, each axis 1 or that of [B, H, Tq, Tk]: 0
+// along an axis of 1. An array over rows, [B, H, Tq], has no step along keys.
+struct AttnPairStrides {
+  Int64 batch;
+  Int64 head;
+  Int64 row;
+  Int64 key;
+  Int64 first;
+};
+
+// Which of its axes are not 1, or are those of the problem.
+enum AttnPairAxes { kBatchAxis = 1, kHeadAxis = 2, kRowAxis = 4, kKeyAxis = 8 };
+
 // Where a sequence, or one of its queries, stands: query i is at key position i + query_offset, and
 // does not see keys outside [key_start, key_end).
 struct AttnRange {
@@ -62,12 +75,19 @@ struct AttnParamsOf {
   AttnStrides dk;
   AttnStrides dv;
   AttnStrides rounded;
-  Int32 H;       // query heads
-  Int32 Hkv;     // key/value heads; query head h reads kv head h / (H / Hkv)
-  Int32 hd;      // head dim, of q and k
-  Int32 hv;      // of v and o
-  Int32 causal;  // 0 or 1
-  Int32 runs;    // 1: there is a range for each query, [B, Tq]; 0: for each sequence
+  AttnPairStrides bias;
+  AttnPairStrides mask;
+  AttnPairStrides sinks;
+  AttnPairStrides dbias;
+  AttnPairStrides dsinks;
+  Int32 H;           // query heads
+  Int32 Hkv;         // key/value heads; query head h reads kv head h / (H / Hkv)
+  Int32 hd;          // head dim, of q and k
+  Int32 hv;          // of v and o
+  Int32 causal;      // 0 or 1
+  Int32 runs;        // 1: there is a range for each query, [B, Tq]; 0: for each sequence
+  Int32 dbias_axes;  // AttnPairAxes; over the others its terms are summed
+  Int32 dsinks_axes;
   Real scale;    // x = scale * (q . k)
   Real softcap;  // s = softcap * tanh(x / softcap); 0: off
 };
@@ -85,18 +105,25 @@ FORGE_INLINE Int64 element_offset(AttnStrides strides, Int64 b, Int64 t, Int64 h
   return strides.first + b * strides.batch + t * strides.row + h * strides.head;
 }
 
+// Position of pair (b, h, i, j); of row (b, h, i) with j = 0.
+FORGE_INLINE Int64 pair_offset(AttnPairStrides strides, Int64 b, Int64 h, Int64 i, Int64 j) {
+  return strides.first + b * strides.batch + h * strides.head + i * strides.row + j * strides.key;
+}
+
 #ifndef __METAL_VERSION__
 static_assert(sizeof(AttnStrides) == 32, "layout shared with the shaders");
 static_assert(sizeof(AttnSpan) == 16, "layout shared with the shaders");
 static_assert(sizeof(AttnRange) == 24, "layout shared with the shaders");
-static_assert(sizeof(AttnParams) == 360, "layout shared with the shaders");
+static_assert(sizeof(AttnParams) == 568, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, window_left) == 24, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, q) == 40, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, dv) == 264, "layout shared with the shaders");
 static_assert(offsetof(AttnParams, rounded) == 296, "layout shared with the shaders");
-static_assert(offsetof(AttnParams, H) == 328, "layout shared with the shaders");
-static_assert(offsetof(AttnParams, scale) == 352, "layout shared with the shaders");
-static_assert(offsetof(AttnParams, softcap) == 356, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, bias) == 328, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, dsinks) == 488, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, H) == 528, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, scale) == 560, "layout shared with the shaders");
+static_assert(offsetof(AttnParams, softcap) == 564, "layout shared with the shaders");
 #endif
 
 }  // namespace forge

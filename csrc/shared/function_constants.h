@@ -21,6 +21,15 @@ enum FunctionConstant {
   kConstantIsHalfDq = 20,    // bool
   kConstantIsHalfDk = 21,    // bool
   kConstantIsHalfDv = 22,    // bool
+  // Options that shape the scores:
+  kConstantHasRuns = 24,       // bool: a range of keys for each query
+  kConstantHasBias = 25,       // bool
+  kConstantHasMask = 26,       // bool
+  kConstantHasSinks = 27,      // bool
+  kConstantIsHalfBias = 28,    // bool
+  kConstantIsHalfSinks = 29,   // bool
+  kConstantIsHalfDbias = 30,   // bool
+  kConstantIsHalfDsinks = 31,  // bool
 };
 
 }  // namespace forge

@@ -30,6 +30,7 @@ enum FusedSizes {
   kMaxDecodeQueries = 8,  // Tq up to which it does
   kDecodeSimdgroups = 2,  // of a threadgroup: they share nothing, and there may be fewer of them
                           // than a GPU has places for
+  kDbiasSimdgroups = 4,   // of a threadgroup: each has 8 rows and 8 keys of dbias of its own
   kMaxFusedHeadDim = 256,
   kMaxFusedLength = 0x3fffff00,  // rep * Tq and Tk: positions and their sums have 32 bits
   kMaxThreadgroupBytes = 32768,
@@ -142,8 +143,8 @@ FORGE_INLINE constexpr Int64 decode_splits(Int64 Tk) {
   return (Tk + kSplitKeys - 1) >> kSplitShift;
 }
 
-// Floats of one row's partial result: hd unfinished channels, its maximum, its sum, and room to
+// Floats of one row's partial result: hv unfinished channels, its maximum, its sum, and room to
 // keep rows aligned to four.
-FORGE_INLINE constexpr Int64 decode_partial_floats(Int64 hd) { return hd + 4; }
+FORGE_INLINE constexpr Int64 decode_partial_floats(Int64 hv) { return hv + 4; }
 
 }  // namespace forge

@@ -23,6 +23,14 @@ void test_fields_are_consecutive() {
     strides->head = ++count;
     strides->first = ++count;
   }
+  for (forge::AttnPairStrides* strides :
+       {&params.bias, &params.mask, &params.sinks, &params.dbias, &params.dsinks}) {
+    strides->batch = ++count;
+    strides->head = ++count;
+    strides->row = ++count;
+    strides->key = ++count;
+    strides->first = ++count;
+  }
   std::vector<std::int64_t> words(static_cast<std::size_t>(count));
   std::memcpy(words.data(), &params, words.size() * sizeof words[0]);
   for (std::int64_t word = 0; word < count; ++word) {
@@ -37,8 +45,8 @@ void test_params_as_keeps_every_field() {
   problem.Tk = 3;
   problem.window_left = 4;
   problem.window_right = 5;
-  forge::AttnParams expected{1,  2,  3,  4, 5, {}, {}, {}, {}, {},     {},
-                             {}, {}, {}, 6, 7, 8,  9,  1,  1,  0.125f, 50};
+  forge::AttnParams expected{1,  2,  3,  4,  5, {}, {}, {}, {}, {}, {},    {}, {},     {}, {},
+                             {}, {}, {}, {}, 6, 7,  8,  9,  1,  1,  2 | 8, 4,  0.125f, 50};
   std::int64_t count = 100;
   for (const forge::OperandInfo& info : forge::operand_table()) {
     forge::AttnStrides* strides = forge::strides_in(expected, info.slot);
@@ -46,11 +54,23 @@ void test_params_as_keeps_every_field() {
                        info.axes == forge::Axes::kOutputHeads ||
                        info.axes == forge::Axes::kKeyHeads || info.axes == forge::Axes::kValueHeads;
     CHECK((strides != nullptr) == heads);
+    forge::AttnPairStrides* pairs = forge::pair_strides_in(expected, info.slot);
+    CHECK((pairs != nullptr) ==
+          (info.axes == forge::Axes::kSomePairs || info.axes == forge::Axes::kSomeRows));
+    if (pairs != nullptr) {
+      *pairs = {count, count + 1, count + 2, count + 3, 0};
+      problem.operands[info.slot].strides = {count, count + 1, count + 2, count + 3};
+      count += 4;
+    }
     if (strides == nullptr) continue;
     *strides = {count, count + 1, count + 2, 0};
     problem.operands[info.slot].strides = {count, count + 1, count + 2, 1};
     count += 3;
   }
+  problem.operands[forge::kBufferDbias].ndim = 4;
+  problem.operands[forge::kBufferDbias].shape = {1, 6, 1, 3};
+  problem.operands[forge::kBufferDsinks].ndim = 3;
+  problem.operands[forge::kBufferDsinks].shape = {1, 1, 2, 0};
   problem.H = 6;
   problem.Hkv = 7;
   problem.hd = 8;

@@ -96,32 +96,9 @@ def skip_unless_served(backend, kernel):
         pytest.skip(reason)
 
 
-@functools.cache
-def why_not_shaped(backend):
-    """Empty when the backend takes bias, mask, sinks, runs of keys and other head dims of v."""
-    x = np.zeros((1, 1, 1, 1), np.float32)
-    try:
-        forge.attention(x, x, x, sinks=x[0, 0, 0], backend=backend)
-    except forge._forge.NotServedError as error:
-        return str(error)
-    return ""
-
-
-def skip_unless_shaped(backend):
-    if reason := why_not_shaped(backend):
-        pytest.skip(reason)
-
-
 @pytest.fixture(params=chosen_backends())
 def backend(request):
     return request.param
-
-
-@pytest.fixture
-def takes_options(request):
-    """For a module: its tests run on backends that take bias, mask, sinks, runs and the like."""
-    if "backend" in request.fixturenames:
-        skip_unless_shaped(request.getfixturevalue("backend"))
 
 
 @pytest.fixture(params=KERNELS)

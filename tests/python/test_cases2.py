@@ -8,7 +8,6 @@ from pathlib import Path
 import forge
 import numpy as np
 import pytest
-from conftest import skip_unless_shaped
 from oracle import GRADIENTS, MORE_GRADIENTS
 
 FOLDER = Path(__file__).parent / "cases2"
@@ -152,8 +151,6 @@ def test_all_cases_are_here():
 def test_a_case_of_another_project(case, backend, kernel):
     if kernel == "materialized" and case["half"]:
         pytest.skip("the materialized kernels take no half precision")
-    if set(case["features"]) - {"half"}:
-        skip_unless_shaped(backend)
     arrays = load(case)
     options = options_of(case, arrays) | {"backend": backend, "kernel": kernel}
     if case.get("cuts") is None:

@@ -12,7 +12,7 @@ import fuzz
 import random_problems
 
 
-def test_random_problems_are_within_their_bounds(backend, monkeypatch, takes_options):
+def test_random_problems_are_within_their_bounds(backend, monkeypatch):
     monkeypatch.setenv("FORGE_CPU_TARGET", "")  # each problem sets its own
     count = 400 if backend == "cpu" else 40
     failed, kinds = fuzz.try_batch(0, count, backend)

@@ -35,7 +35,7 @@ def shaping_of(rng, B=2, Tq=5, Tk=7, H=4):
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_bias_mask_and_sinks_with_their_gradients(takes_options, rng, jit, kernel, backend):
+def test_bias_mask_and_sinks_with_their_gradients(rng, jit, kernel, backend):
     arrays = random_inputs(rng, B=2, Tq=5, Tk=7, H=4, Hkv=2, hd=8, hv=6)
     shaping = shaping_of(rng)
     runs = {"key_start": rng.integers(0, 3, (2, 5)), "key_end": rng.integers(4, 8, (2, 5))}
@@ -57,7 +57,7 @@ def test_bias_mask_and_sinks_with_their_gradients(takes_options, rng, jit, kerne
     assert_equal(got, want)
 
 
-def test_bias_and_sinks_under_vmap(takes_options, rng, kernel, backend):
+def test_bias_and_sinks_under_vmap(rng, kernel, backend):
     """One bias for all of a batch, some of the batch axes mapped: gradients add up."""
     q, k, v, dout = (jnp.asarray(x) for x in random_inputs(rng, B=6, Tq=5, Tk=7, H=4, Hkv=2))
     shaping = shaping_of(rng, B=1)

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from oracle import Problem, distance, random_inputs
 
-pytestmark = pytest.mark.usefixtures("takes_options")
-
 CUTS = {"halves": (0, 40, 80), "uneven": (0, 1, 3, 50, 80), "an empty part": (0, 0, 80)}
 
 

@@ -54,7 +54,7 @@ def assert_close(got, want):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bias_mask_and_sinks_with_their_gradients(takes_options, rng, dtype, kernel, backend):
+def test_bias_mask_and_sinks_with_their_gradients(rng, dtype, kernel, backend):
     if dtype != "float32" and kernel == "materialized":
         pytest.skip("the materialized kernels take no half precision")
     arrays = random_inputs(rng, B=2, Tq=5, Tk=7, H=4, Hkv=2, hd=8, hv=6)

@@ -133,7 +133,7 @@ def test_any_problem_against_float64(backend, kernel, problem):
 
 
 @given(problem=problems(shaped=True))
-def test_any_problem_of_all_options_against_float64(takes_options, backend, kernel, problem):
+def test_any_problem_of_all_options_against_float64(backend, kernel, problem):
     arrays, dlse, options = problem
     got = check(*arrays, dlse, bound="materialized", backend=backend, kernel=kernel, **options)
     compact = [np.ascontiguousarray(x) for x in arrays]
@@ -141,7 +141,7 @@ def test_any_problem_of_all_options_against_float64(takes_options, backend, kern
 
 
 @given(problem=problems(shaped=True), data=st.data())
-def test_accumulating_equals_adding(takes_options, backend, kernel, problem, data):
+def test_accumulating_equals_adding(backend, kernel, problem, data):
     (q, k, v, dout), dlse, options = problem
     _, saved = forge.attention_forward(q, k, v, backend=backend, kernel=kernel, **options)
     more = [name for name in MORE_GRADIENTS if name[1:] in options]

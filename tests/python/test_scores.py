@@ -6,8 +6,6 @@ import pytest
 from calls import assert_same_bits, check, run
 from oracle import GRADIENTS, random_inputs
 
-pytestmark = pytest.mark.usefixtures("takes_options")
-
 INF = np.float32(np.inf)
 HIDING = {
     "bias": lambda seen: np.where(seen, np.float32(0), -INF),

@@ -123,13 +123,15 @@ def test_a_kernel_is_compiled_once_and_takes_its_arguments_in_their_order(rng, s
     forward = stream.calls[0]
     assert forward.threads == (2 * 128, 2, 2)  # tiles of 32 rows, kv heads, sequences
     assert forward.group == (128, 1, 1)
-    q, k, v, o, unused, row_max, row_sum, ranges, params, grid = forward.arguments
+    q, k, v, o, rounded_o, row_max, row_sum, *options, ranges, params, grid = forward.arguments
     assert [tuple(x.shape) for x in (q, k, v, o)] == [
         (2, 37, 2, 32),
         *[(2, 45, 2, 32)] * 2,
         (2, 37, 2, 32),
     ]
-    assert unused is q  # rounded_o, which float32 has no use for
+    assert rounded_o is q  # which float32 has no use for
+    assert len(options) == 3  # bias, mask and sinks
+    assert all(x is q for x in options)
     assert row_max.shape == row_sum.shape == (2, 2, 37)
     assert ranges == [45 - 37, 0, 45] * 2
     assert params[:3] == [2, 37, 45]
@@ -199,7 +201,7 @@ def test_a_batch_whose_key_ranges_do_not_fit_one_call_takes_two(rng, stream):
     }
     dlse = np.zeros((B, 2, 2), np.float32)
     assert_parity(run(arrays, dlse, options), on_cpu(*arrays, dlse, options))
-    assert [len(call.arguments[7]) for call in stream.calls[:2]] == [3 * 170, 3 * 5]
+    assert [len(call.arguments[-3]) for call in stream.calls[:2]] == [3 * 170, 3 * 5]
 
 
 @pytest.mark.parametrize("shape", [{"B": 0}, {"Tq": 0}, {"Tk": 0}], ids=["B", "Tq", "Tk"])
