@@ -32,7 +32,7 @@ PROGRAMS = ["test_cli", "test_demo", "test_docs"]
 PEERS = ["test_jax", "test_jax_programs", "test_mlx", "test_recommendations", "test_torch"]
 PEERS += ["test_jax_ring", "test_jax_scores", "test_mpi", "test_torch_ring", "test_torch_scores"]
 PEERS += ["test_transformers", "test_transformers_half", "test_transformers_models"]
-PEERS += ["test_transformers_refusals"]
+PEERS += ["test_transformers_masks", "test_transformers_refusals", "test_transformers_shapes"]
 STREAMS = ["test_mlx_stream", "test_torch_stream"]  # a CTest of their own runs them
 IGNORED = {
     "all": [],

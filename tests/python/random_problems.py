@@ -16,7 +16,7 @@ LARGEST = {"float16": 65504.0, "bfloat16": float(ml_dtypes.finfo(ml_dtypes.bfloa
 
 
 def visible(B, Tq, Tk, causal=False, window=None, query_offset=None, key_start=None, key_end=None):
-    """oracle.visible without its loops, for positions of which the far ones are far enough."""
+    """As oracle.visible, without its loops; positions need not be exact beyond 2^40."""
 
     def each(value, default):
         value = np.asarray(default if value is None else value)
@@ -33,9 +33,6 @@ def visible(B, Tq, Tk, causal=False, window=None, query_offset=None, key_start=N
     if right >= 0:
         seen &= key <= pos + right
     return seen & (key <= pos) if causal else seen
-
-
-oracle.visible = visible
 
 
 class Drawn:
@@ -278,11 +275,11 @@ class Drawn:
         wide = [
             x.astype(np.float64 if self.dtype == np.float64 else np.float32) for x in self.clean
         ]
-        options = dict(self.options)
-        for name in ("bias", "sinks"):
-            if name in options:
-                options[name] = options[name].astype(self.dtype)
-        problem = Problem(*wide, self.dlse, **options)
+        # Positions and masks as one mask; the kernels get them as they are.
+        options = {name: self.options.get(name) for name in ("softcap", "scale")}
+        for name in {"bias", "sinks"} & self.options.keys():
+            options[name] = self.options[name].astype(self.dtype)
+        problem = Problem(*wide, self.dlse, mask=self.seen(), **options)
         unit = 2.0**-53 if self.dtype == np.float64 else oracle.UNIT
         where_nan = self.where_nan()
         for name, got in self.run().items():
