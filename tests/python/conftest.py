@@ -66,6 +66,17 @@ def pytest_configure():
         pytest.exit(f"{target} is what the whole suite runs on here", 77)
 
 
+def pytest_collection_modifyitems(config, items):
+    """FORGE_TEST_PART=2/3: of every three tests the second. CTest runs parts at a time."""
+    part = os.environ.get("FORGE_TEST_PART")
+    if not part:
+        return
+    number, parts = map(int, part.split("/"))
+    chosen = items[number - 1 :: parts]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
+
+
 def chosen_backends():
     """The backends that work here; FORGE_TEST_BACKEND ("cpu", "cpu,metal") narrows the choice."""
     usable = [name for name, state in forge.backends().items() if state["ok"]]
