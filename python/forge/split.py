@@ -233,22 +233,18 @@ def estimate(problem: Problem, how: str, machine: Machine) -> Time:
     ranks = np.arange(n)
     steps = np.array([pairs[ranks, (ranks - d) % n].max() for d in range(n)]) * each
     block = float(problem.rows().max()) * problem.B * problem.Hkv * problem.widths
-    arriving = np.where(
-        steps > 0, machine.latency + block * problem.itemsize / machine.bandwidth, 0
-    )
-    arriving[0] = 0
-    computing, sending = float(steps.sum()), hello + float(arriving.sum())
-    total = hello + _overlapped(steps, arriving)
+    hops = steps > 0
+    hops[0] = False  # its own block
+    keys = hops * (machine.latency + block * problem.itemsize / machine.bandwidth)
+    computing, sending = float(steps.sum()), hello + float(keys.sum())
+    # While a block is read, the next one arrives.
+    total = hello + float(np.maximum(steps, np.append(keys[1:], 0)).sum())
     if problem.backward:
-        home = np.where(arriving > 0, machine.latency + block * 4 / machine.bandwidth, 0)
-        computing *= 1 + _BACKWARD
-        sending += hello + float(arriving.sum() + home.sum())
-        # Gradients follow a step behind the block that they are of; the last ones go home.
-        total += hello + _overlapped(steps * _BACKWARD, arriving + np.roll(home, 1)) + home[-1]
+        back = _BACKWARD * steps
+        sums = hops * (machine.latency + block * 4 / machine.bandwidth)
+        computing += float(back.sum())
+        sending += hello + float(keys.sum() + sums.sum())
+        # And the gradients of the one before go on, those of the last one home.
+        meanwhile = np.append(keys[1:], 0) + np.append(0, sums[:-1])
+        total += hello + float(np.maximum(back, meanwhile).sum()) + float(sums[-1])
     return Time(computing, sending, total)
-
-
-def _overlapped(steps: Array, arriving: Array) -> float:
-    """A block is computed while the next one arrives."""
-    following = np.append(arriving[1:], 0)
-    return float(np.maximum(steps, following).sum())

@@ -23,6 +23,7 @@ ONCE = [
     "test_ring",
     "test_split",
     "test_split_decode",
+    "test_split_pages",
     "test_tree",
     "test_ulysses",
     "test_workflows",
