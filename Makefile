@@ -1,7 +1,7 @@
 # make demo: train a small language model with forge and draw what it learnt.
-# make test: build everything and run all tests, C++ and Python. Those of forge.torch and forge.transformers, forge.jax and
-#   forge.mlx and of forge.mpi are skipped where these packages are not there; FORGE_REQUIRE_TORCH=1, FORGE_REQUIRE_JAX=1,
-#   FORGE_REQUIRE_MLX=1 and FORGE_REQUIRE_MPI=1 install them and run them.
+# make test: build everything, run all tests, C++ and Python, and say in the last line what was run. Those of
+#   forge.torch and forge.transformers, forge.jax, forge.mlx and forge.mpi are skipped where these packages are not
+#   there; FORGE_REQUIRE_TORCH=1, FORGE_REQUIRE_JAX=1, FORGE_REQUIRE_MLX=1 and FORGE_REQUIRE_MPI=1 install and run them.
 # make test-quick: what daily work needs of it, two minutes.
 # make docs: the documentation as a site, build/docs/index.html.
 # make bench: time forge against other implementations, see docs/benchmarks.md.
@@ -40,19 +40,28 @@ SOFTWARE_PIP := $(SOFTWARE_PY) -m pip --disable-pip-version-check
 # What zig builds of its C++ library, a minute for each system, serves all builds.
 export ZIG_GLOBAL_CACHE_DIR ?= $(CURDIR)/build/zig-cache
 
-.PHONY: demo test test-quick docs bench test-neon test-neon-reduced test-metal test-software test-macos sanitize lint clean
+# What CTest did, for tests/summary.py.
+results = --output-junit $(CURDIR)/build/$(1)/results/ctest.xml
+
+.PHONY: demo test test-parts test-quick docs bench test-neon test-neon-reduced test-metal test-software test-macos sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(PIP) install --quiet "tqdm>=4.60" "matplotlib>=3.6"
 	$(PY) examples/train_char_lm.py $(DEMO_ARGS)
 
-test: $(VENV)/.installed
+# The last line sums up what ran and what did not; build/test-summary.json has the same for a machine.
+test:
+	@rm -rf build/*/results build/left-out
+	@status=0; $(MAKE) --no-print-directory test-parts || status=$$?; \
+	$(PYTHON) tests/summary.py build --status $$status
+
+test-parts: $(VENV)/.installed
 	$(PIP) install --quiet $(TEST_TOOLS) $(TEST_PEERS)
 	$(VENV)/bin/cmake --preset $(PRESET) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(PY)
 	$(VENV)/bin/cmake --build build/$(PRESET)
-	$(VENV)/bin/ctest --preset $(PRESET) -j $(JOBS)
+	$(VENV)/bin/ctest --preset $(PRESET) -j $(JOBS) $(call results,$(PRESET))
 	@$(MAKE) --no-print-directory test-metal
 	@$(MAKE) --no-print-directory test-neon-reduced
 
@@ -72,7 +81,7 @@ test-neon: $(VENV)/.installed
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) \
 	  -DFORGE_FLOAT_STRIDE=$(FLOAT_STRIDE) -DFORGE_CASE_STRIDE=$(CASE_STRIDE)
 	$(VENV)/bin/cmake --build build/neon-qemu
-	$(VENV)/bin/ctest --preset neon-qemu -j $(JOBS)
+	$(VENV)/bin/ctest --preset neon-qemu -j $(JOBS) $(call results,neon-qemu)
 
 # The same tests on fewer floats and cases, where the tools are installed; with FORGE_REQUIRE_NEON set their
 # absence is a failure.
@@ -82,6 +91,7 @@ test-neon-reduced:
 	missing=; for tool in $(NEON_TOOLS); do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
 	if [ -z "$$missing" ]; then \
 	  exec $(MAKE) --no-print-directory test-neon FLOAT_STRIDE=10007 CASE_STRIDE=11; fi; \
+	mkdir -p build; echo "NEON: missing$$missing" >>build/left-out; \
 	echo "NEON: SKIPPED, missing:$$missing (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)"; \
 	test -z "$$FORGE_REQUIRE_NEON"
 
@@ -90,6 +100,7 @@ test-metal: $(SOFTWARE)/.tools
 	@if test "$$(uname -s)" = Darwin; then echo "METAL: the tests above ran it, this is a Mac"; exit 0; fi; \
 	if $(SOFTWARE_PIP) install --quiet --no-deps --require-hashes -r cmake/requirements-zig.txt; then \
 	  $(MAKE) --no-print-directory test-software && exec $(MAKE) --no-print-directory test-macos; fi; \
+	mkdir -p build; echo "Metal and macOS: the ziglang wheel cannot be installed" >>build/left-out; \
 	echo "METAL: SKIPPED, the ziglang wheel (cmake/requirements-zig.txt) cannot be installed"; \
 	test -z "$$FORGE_REQUIRE_METAL"
 
@@ -99,7 +110,7 @@ test-software: $(SOFTWARE)/.tools
 	  -C cmake.define.FORGE_METAL=software -C cmake.define.FORGE_TESTS=ON \
 	  -C cmake.define.FORGE_WERROR=ON .
 	FORGE_REQUIRE_JAX= FORGE_REQUIRE_MPI= \
-	  $(SOFTWARE)/bin/ctest --test-dir build/software --output-on-failure -j $(JOBS)
+	  $(SOFTWARE)/bin/ctest --test-dir build/software --output-on-failure -j $(JOBS) $(call results,software)
 
 test-macos: $(SOFTWARE)/.tools
 	$(SOFTWARE_PIP) install --quiet $(MACHO_TOOLS)
@@ -108,7 +119,7 @@ test-macos: $(SOFTWARE)/.tools
 	  -DPython_EXECUTABLE=$(CURDIR)/$(SOFTWARE_PY) \
 	  -Dpybind11_DIR=$$($(SOFTWARE_PY) -m pybind11 --cmakedir)
 	$(SOFTWARE)/bin/cmake --build build/macos-cross
-	$(SOFTWARE)/bin/ctest --preset macos-cross
+	$(SOFTWARE)/bin/ctest --preset macos-cross $(call results,macos-cross)
 
 # A warning is an error: a link that leads nowhere, a page that no menu lists, a name in a docstring that is not there.
 docs: $(VENV)/.installed

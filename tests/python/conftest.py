@@ -23,6 +23,7 @@ ONCE = [
     "test_ring",
     "test_split",
     "test_split_decode",
+    "test_summary",
     "test_split_pages",
     "test_tree",
     "test_ulysses",
@@ -74,8 +75,19 @@ def pytest_collection_modifyitems(config, items):
         return
     number, parts = map(int, part.split("/"))
     chosen = items[number - 1 :: parts]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    others = set(items).difference(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item in others])
     items[:] = chosen
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runs_on(record_testsuite_property):
+    """For tests/summary.py: the devices of this run."""
+    target = os.environ.get("FORGE_CPU_TARGET") or forge.build_config()["cpu_targets"][0]
+    software = forge.build_config()["metal"] == "software"
+    said = {"cpu": f"cpu ({target})", "metal": "metal (software)" if software else "metal"}
+    for backend in chosen_backends():
+        record_testsuite_property("runs_on", said[backend])
 
 
 def chosen_backends():
