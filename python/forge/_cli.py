@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import importlib
 import json
-import math
 import os
 import platform
 import subprocess
@@ -20,6 +19,7 @@ import numpy as np
 import forge
 from forge import _forge
 from forge._bench import cli as _bench
+from forge._check import report as _report
 from forge._check import run as _check
 from forge._check.problems import KERNELS
 
@@ -28,8 +28,9 @@ Run forge's kernels, forward and backward, on this machine: every backend that i
 CPU with each of its instruction sets), every kernel family, one problem for each option and for odd
 sizes, in float32 and, of the fused family, in float16 and bfloat16 (ml_dtypes need not be there).
 Results are held against a float64 evaluation in plain NumPy; the materialized kernels also against
-the CPU's, bit for bit. Takes well under a minute. The output is Markdown, made to be pasted into a
-bug report."""
+the CPU's, bit for bit. Takes well under a minute. The output is Markdown: a summary of at most 30
+lines, or with --verbose each check, made to be pasted into a bug report."""
+_CLOSED_PIPE = 128 + 13  # what a shell says of a program that SIGPIPE ended
 
 
 def machine() -> dict[str, Any]:
@@ -83,120 +84,15 @@ def _info_markdown(about: dict[str, Any]) -> str:
     lines.append(
         f"- processor: {about['processor']} ({about['machine']}), {about['threads']} threads"
     )
-    lines.append(f"- build: {_pairs(about['build'])}")
+    lines.append(f"- build: {_report.pairs(about['build'])}")
     for name, state in about["backends"].items():
         where = about["runs_on"].get(name)
-        said = f"no, {state['reason']}" if where is None else f"usable, {_pairs(where)}"
+        said = f"no, {state['reason']}" if where is None else f"usable, {_report.pairs(where)}"
         lines.append(f"- backend {name}: {' '.join(said.split())}")
-    lines.append(f"- environment: {_pairs(about['environment']) or 'no FORGE_ variable set'}")
+    lines.append(
+        f"- environment: {_report.pairs(about['environment']) or 'no FORGE_ variable set'}"
+    )
     return "\n".join(lines)
-
-
-def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_plain(value)}" for name, value in values.items())
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, dict):
-        return f"({_pairs(value)})" if value else "none"
-    if isinstance(value, (list, tuple)):
-        return " ".join(map(str, value))
-    return str(value)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    rule = ["---"] * len(header)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [list(header), rule, *cells])
-
-
-def _row(outcome: _check.Outcome, names: Sequence[str]) -> list[str]:
-    message = outcome.fault or outcome.refused
-    if message:
-        verdict = "**error**" if outcome.fault else "not served"
-        return [*([""] * len(names)), "", f"{verdict}: {message}"]
-    cells = []
-    for name in names:
-        error, bound = outcome.errors.get(name, (math.nan, math.nan))
-        cells.append(f"{error:.1e} / {bound:.1e}" if name in outcome.errors else "")
-    failed = [name for name, (error, bound) in outcome.errors.items() if not error <= bound]
-    faults = [f"{name} beyond its bound" for name in failed]
-    if outcome.same_bits is False:
-        faults.append("other bits")
-    result = "ok" if outcome.ok else f"**FAILED**: {', '.join(faults)}"
-    return [*cells, "yes" if outcome.same_bits else "**no**", result]
-
-
-def _section(report: _check.Report, device: str, section: str) -> str:
-    """Return the table of one device and section."""
-    single = section == _check.SINGLE
-    found = [x for x in report.outcomes if x.device.name == device and x.section == section]
-    if found and all(outcome.refused == found[0].refused != "" for outcome in found):
-        return f"## {device}, {section}\n\nnot served: {found[0].refused}"
-    names = list(dict.fromkeys(name for outcome in found for name in outcome.errors))
-    lines = [f"## {device}, {section}"]
-    run = report.runs.get((device, section))
-    if run is not None:
-        lines.append(f"last_run: {_pairs(run)}")
-    repeats = all(outcome.kernel == "fused" for outcome in found)
-    bits = "repeats" if repeats else f"bits of {report.reference}"
-    first = ["kernel", "problem"] if single else ["problem"]
-    rows = [
-        [*([outcome.kernel] if single else []), outcome.problem, *_row(outcome, names)]
-        for outcome in found
-    ]
-    lines.append(_table([*first, *names, bits, "result"], rows))
-    return "\n\n".join(lines)
-
-
-def _check_markdown(about: dict[str, Any], report: _check.Report) -> str:
-    parts = ["# forge check", _info_markdown(about)]
-    if report.outcomes:
-        parts.append(
-            "Cells: largest error against float64 / bound it is held to. fused: 2x (gradients 3x) "
-            "the error of plain float32 NumPy, plus 4 * 2^-24 of the largest sum of terms; "
-            "materialized: double that. In half precision each element is held to its own bound, "
-            "fused's and one rounding: 2^-11 (float16) or 2^-8 (bfloat16) of the value, and half "
-            "the type's smallest number; the cell shows the element that comes nearest to it."
-        )
-    for device in dict.fromkeys(outcome.device.name for outcome in report.outcomes):
-        for section in _check.SECTIONS:
-            parts.append(_section(report, device, section))
-    parts.append(f"**{report.verdict}**")
-    return "\n\n".join(parts)
-
-
-def _check_json(about: dict[str, Any], report: _check.Report) -> dict[str, Any]:
-    def number(x: float) -> float | None:
-        return x if math.isfinite(x) else None  # JSON has no infinity
-
-    return {
-        **about,
-        "ok": report.ok,
-        "verdict": report.verdict,
-        "reference": report.reference,
-        "runs": [
-            {"device": device, "section": section, "last_run": run}
-            for (device, section), run in report.runs.items()
-        ],
-        "checks": [
-            {
-                "device": outcome.device.name,
-                "kernel": outcome.kernel,
-                "half_precision": outcome.in_half,
-                "problem": outcome.problem,
-                "ok": outcome.ok,
-                "errors": {
-                    name: {"error": number(error), "bound": number(bound)}
-                    for name, (error, bound) in outcome.errors.items()
-                },
-                "same_bits": outcome.same_bits,
-                "refused": outcome.refused or None,
-                "fault": outcome.fault or None,
-            }
-            for outcome in report.outcomes
-        ],
-    }
 
 
 @contextlib.contextmanager
@@ -221,9 +117,13 @@ def _run_check(arguments: argparse.Namespace) -> int:
     about = machine()
     report = _check.run(arguments.backend, _progress)
     if arguments.json:
-        print(json.dumps(_check_json(about, report), indent=2))
+        print(json.dumps(_report.as_json(about, report), indent=2))
+    elif arguments.quiet:
+        print(report.verdict)
+    elif arguments.verbose:
+        print(_report.all_lines(_info_markdown(about), report))
     else:
-        print(_check_markdown(about, report))
+        print(_report.summary(about, report))
     return 0 if report.ok else 1
 
 
@@ -254,7 +154,10 @@ def _parser() -> argparse.ArgumentParser:
         "usable, 2 a wrong command line.",
     )
     check.add_argument("--backend", choices=list(forge.backends()), help="check this backend only")
-    check.add_argument("--json", **as_json)  # type: ignore[arg-type]
+    amount = check.add_mutually_exclusive_group()
+    amount.add_argument("--verbose", action="store_true", help="show each check, not the summary")
+    amount.add_argument("--quiet", action="store_true", help="print the verdict and nothing else")
+    amount.add_argument("--json", **as_json)  # type: ignore[arg-type]
     check.set_defaults(run=_run_check)
 
     bench = commands.add_parser(
@@ -273,5 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv, argparse.Namespace(argv=list(argv)))
-    status: int = arguments.run(arguments)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read has what they wanted. Python flushes once more at its end, into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
     return status

@@ -40,7 +40,7 @@ def failed(report, kernel):
 
 
 def test_check_prints_markdown_to_paste(few, capsys):
-    assert _cli.main(["check", "--backend", "cpu"]) == 0
+    assert _cli.main(["check", "--verbose", "--backend", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "# forge check"
     assert lines[-1].startswith("**OK: ")
@@ -196,7 +196,7 @@ def test_one_other_bit_fails_the_check(few, monkeypatch, capsys):
         [first, *_] = failed(report, kernel)
         assert first["same_bits"] is False
         assert all(held["error"] <= held["bound"] for held in first["errors"].values())
-    _cli.main(["check", "--backend", "cpu"])
+    _cli.main(["check", "--verbose", "--backend", "cpu"])
     assert "**FAILED**: other bits" in capsys.readouterr().out
 
 
@@ -209,7 +209,7 @@ def test_a_backend_that_raises_is_an_error_in_the_table(few, monkeypatch, capsys
         return real(call, *others)
 
     monkeypatch.setattr(_forge, "run", lost)
-    assert _cli.main(["check", "--backend", "cpu"]) == 1
+    assert _cli.main(["check", "--verbose", "--backend", "cpu"]) == 1
     out = capsys.readouterr().out
     assert "**error**: RuntimeError: the device was lost \\| restart |" in out
     assert "Traceback" not in out
@@ -236,7 +236,7 @@ def test_what_a_backend_does_not_serve_is_said_and_is_no_failure(few, monkeypatc
     fused = [x for x in report["checks"] if x["kernel"] == "fused"]
     assert fused
     assert all(x["refused"] == str(refusal.value) for x in fused)
-    _cli.main(["check", "--backend", "cpu"])
+    _cli.main(["check", "--verbose", "--backend", "cpu"])
     assert f"fused\n\nnot served: {refusal.value}\n" in capsys.readouterr().out
 
 
@@ -262,7 +262,7 @@ def gpu(monkeypatch):
 
 
 def test_a_gpu_that_serves_one_family_is_checked_for_that(few, gpu, capsys):
-    assert _cli.main(["check", "--backend", "metal"]) == 0
+    assert _cli.main(["check", "--verbose", "--backend", "metal"]) == 0
     out = capsys.readouterr().out
     assert "device Stand-in GPU, library source: a test" in out
     assert "q wrapped" in out
@@ -315,7 +315,7 @@ def test_a_gpu_without_half_precision_says_so_in_one_line(few, gpu, monkeypatch,
         return on_gpu(call, arrays, *others)
 
     monkeypatch.setattr(_forge, "run", refuse_half)
-    assert _cli.main(["check", "--backend", "metal"]) == 0
+    assert _cli.main(["check", "--verbose", "--backend", "metal"]) == 0
     assert f"half precision\n\nnot served: {REFUSAL}, got 'metal': {NO_HALF}\n" in (
         capsys.readouterr().out
     )
@@ -358,9 +358,9 @@ def test_any_other_value_error_is_a_fault(few, monkeypatch, capsys):
 def test_a_named_backend_that_is_not_usable_fails(few, monkeypatch, capsys):
     gone = {"metal": {"ok": False, "reason": "no GPU here"}, "cpu": {"ok": True, "reason": ""}}
     monkeypatch.setattr(forge, "backends", lambda: gone)
-    assert _cli.main(["check", "--backend", "metal"]) == 1
+    assert _cli.main(["check", "--verbose", "--backend", "metal"]) == 1
     assert "**FAILED: metal is not usable: no GPU here**" in capsys.readouterr().out
-    assert _cli.main(["check"]) == 0
+    assert _cli.main(["check", "--verbose"]) == 0
     assert "backend metal: no, no GPU here" in capsys.readouterr().out
 
 

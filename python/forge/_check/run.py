@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -73,6 +74,8 @@ class Outcome:
     """A family, or a single kernel."""
     problem: str
     in_half: bool = False
+    options: tuple[str, ...] = ()
+    """Those of the problem."""
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     """For each array the error of the element nearest to its bound, and this bound."""
     same_bits: bool | None = None
@@ -96,10 +99,9 @@ class Outcome:
 
     @property
     def worst(self) -> float:
-        """The largest error as a share of its bound."""
-        return max(
-            (error / bound if bound else error for error, bound in self.errors.values()), default=0
-        )
+        """The largest error as a share of its bound; infinite if there is a NaN."""
+        shares = [error / bound if bound else error for error, bound in self.errors.values()]
+        return max((math.inf if math.isnan(x) else x for x in shares), default=0)
 
 
 @dataclass
@@ -290,7 +292,9 @@ class _Checker:
             for kernel in problem.kernels:
                 call = functools.partial(_whole, problem, inputs, device, kernel)
                 again = call if kernel == "fused" else reference
-                outcome = Outcome(device, kernel, problem.name, problem.in_half)
+                outcome = Outcome(
+                    device, kernel, problem.name, problem.in_half, tuple(problem.options)
+                )
                 self.measure(outcome, functools.partial(held, kernel=kernel), call, again)
                 self.tick()
 
@@ -313,7 +317,7 @@ class _Checker:
 
         for device in devices:
             for name, step in _single_kernels(inputs, device, exact).items():
-                outcome = Outcome(device, name, problem.name)
+                outcome = Outcome(device, name, problem.name, options=tuple(problem.options))
                 self.measure(outcome, held, step, lambda: exact)
             self.tick()
 
