@@ -26,6 +26,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "forge": {"color": "#D55E00", "marker": "o", "linewidth": 2.6, "zorder": 5},
     "torch": {"color": "#0072B2", "marker": "s"},
     "torch-bhtd": {"color": "#56B4E9", "marker": "D", "linestyle": "--"},
+    "torch-flex": {"color": "#999999", "marker": "*"},
     "onnxruntime": {"color": "#009E73", "marker": "^"},
     "jax": {"color": "#CC79A7", "marker": "v"},
     "numpy": {"color": "#E69F00", "marker": "P"},

@@ -1,8 +1,9 @@
 """The implementations under test. Each module prepares one library's call for a case.
 
-A peer gets q and dout as [B, Tq, H, hd] and k and v as [B, Tk, Hkv, hd] in NumPy, and may lay them
-out as it likes before the clock starts; it computes in the case's dtype, whose values the float32
-arrays hold. What it cannot do it refuses with Unsupported.
+A peer gets q as [B, Tq, H, hd], k as [B, Tk, Hkv, hd], v and dout likewise with hv channels, and
+the options with their arrays, in NumPy, and may lay them out as it likes before the clock starts;
+it computes in the case's dtype, whose values the float32 arrays hold. What it cannot do it refuses
+with Unsupported.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ class Runner:
     """Calls that are ready to be timed, and the way from their results to NumPy."""
 
     forward: Callable[[], Any]
-    as_output: Callable[[Any], Array]  # [B, Tq, H, hd]
+    as_output: Callable[[Any], Array]  # [B, Tq, H, hv]
     backward: Callable[[], Any] | None = None  # the backward alone, from a forward done before
-    as_gradients: Callable[[Any], tuple[Array, ...]] = tuple  # dq, dk, dv, shaped as q, k, v
+    as_gradients: Callable[[Any], tuple[Array, ...]] = (
+        tuple  # case.gradients, shaped as q, k, v, bias
+    )
     note: str = ""
     rounds_once: bool = False
     """Whether it promises that a half is float32's result, rounded once."""
@@ -64,6 +67,7 @@ PEERS = {
         Peer("forge", "forge_peer", "prepare", ("forge-attention",), 0.060, DTYPES),
         Peer("torch", "torch_peer", "prepare_packed", ("torch",), 0.030),
         Peer("torch-bhtd", "torch_peer", "prepare_own_layout", ("torch",), 0.030, DTYPES),
+        Peer("torch-flex", "flex_peer", "prepare", ("torch",), 0.030),
         Peer(
             "onnxruntime",
             "onnxruntime_peer",

@@ -74,6 +74,8 @@ def _group_query(case: Case, inputs: Inputs, threads: int) -> Runner:
     if case.softcap:
         attributes["softcap"] = case.softcap
     names = ["q", "k", "v", "past_k", "past_v", "last", "total"]
+    if case.sinks:
+        names += ["", "", "", "", "sinks"]
     node = helper.make_node(
         "GroupQueryAttention", names, ["o", "present_k", "present_v"], domain=DOMAIN, **attributes
     )
@@ -82,6 +84,7 @@ def _group_query(case: Case, inputs: Inputs, threads: int) -> Runner:
     shapes = [_info(name, ["B", "T", f"W{name}"], element) for name in "qkv"]
     shapes += [_info("past_k", cache, element), _info("past_v", cache, element)]
     shapes += [_info("last", ["B"], TensorProto.INT32), _info("total", [1], TensorProto.INT32)]
+    shapes += [_info("sinks", [case.H], element)] if case.sinks else []
     results = [_info("o", None, element)]
     results += [_info("present_k", cache, element), _info("present_v", cache, element)]
     session = _session(node, shapes, results, threads)
@@ -109,6 +112,8 @@ def _bind(session: Any, case: Case, inputs: Inputs) -> tuple[Any, Any, Any]:
         "last": np.full(case.B, case.Tk - 1, np.int32),
         "total": np.array([case.Tk], np.int32),
     }
+    if case.sinks:
+        newest["sinks"] = inputs.options["sinks"].astype(case.dtype)
     for name, array in newest.items():
         binding.bind_cpu_input(name, array)
     for name, array in (("k", inputs.k), ("v", inputs.v)):
@@ -121,6 +126,10 @@ def _bind(session: Any, case: Case, inputs: Inputs) -> tuple[Any, Any, Any]:
 
 
 def prepare(case: Case, inputs: Inputs, threads: int) -> Runner:
+    if case.is_shaped and not case.sinks:
+        raise Unsupported(
+            "GroupQueryAttention takes sinks, no mask or bias and no other head dim of v"
+        )
     if case.causal:
         return _group_query(case, inputs, threads)
     return _multi_head(case, inputs, threads)

@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention; softcap, which it lacks, as separate operations."""
+"""PyTorch's scaled_dot_product_attention; softcap and sinks, which it lacks, in steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from forge._arrays import Array
 from forge._bench.cases import Case
@@ -16,12 +16,15 @@ from forge._bench.peers import Runner
 from forge._check.plain import Inputs
 
 
-def _bias(case: Case) -> torch.Tensor | None:
+def _bias(case: Case, inputs: Inputs) -> torch.Tensor | None:
+    """The mask, with the case's bias, as numbers that are added to the scores."""
     mask = case.mask()
+    bias = torch.from_numpy(inputs.options["bias"]).to(_dtype(case)) if case.bias else None
     if mask is None:
-        return None
-    bias = torch.zeros(case.Tq, case.Tk, dtype=_dtype(case))
-    return bias.masked_fill_(~torch.from_numpy(mask), -math.inf)
+        return bias
+    hidden = torch.zeros(case.Tq, case.Tk, dtype=_dtype(case))
+    hidden.masked_fill_(~torch.from_numpy(mask), -math.inf)
+    return hidden if bias is None else bias + hidden
 
 
 def _dtype(case: Case) -> torch.dtype:
@@ -29,32 +32,53 @@ def _dtype(case: Case) -> torch.dtype:
     return found
 
 
-def _with_softcap(case: Case, softcap: float) -> Callable[..., torch.Tensor]:
-    bias, group = _bias(case), case.H // case.Hkv
+def _in_steps(case: Case, inputs: Inputs) -> Callable[..., torch.Tensor]:
+    bias, group = _bias(case, inputs), case.H // case.Hkv
+    sinks = torch.from_numpy(inputs.options["sinks"]).to(_dtype(case)) if case.sinks else None
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-        scores = torch.tanh((q @ k.transpose(-1, -2)) * (case.scale / softcap)) * softcap
+        scores = (q @ k.transpose(-1, -2)) * case.scale
+        if case.softcap:
+            scores = torch.tanh(scores / case.softcap) * case.softcap
         if bias is not None:
             scores = scores + bias
-        return torch.softmax(scores, -1) @ v
+        if sinks is not None:
+            column = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, column], -1)
+        return torch.softmax(scores, -1)[..., : case.Tk] @ v
 
     return attention
 
 
-def _fused(case: Case) -> Callable[..., torch.Tensor]:
+def _fused(case: Case, inputs: Inputs) -> Callable[..., torch.Tensor]:
     options: dict[str, Any] = {"enable_gqa": case.Hkv != case.H}
-    if case.window:
-        options["attn_mask"] = _bias(case)
+    if case.kept or case.packed:
+        options["attn_mask"] = torch.from_numpy(case.mask())
+    elif case.bias != "pairs" and (case.window or case.bias):
+        options["attn_mask"] = _bias(case, inputs)
     elif not case.is_decode:
         options["is_causal"] = case.causal
-    return lambda q, k, v: scaled_dot_product_attention(q, k, v, **options)
+    missing = case.hd - case.value_dim
+
+    def attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        given = options if bias is None else {**options, "attn_mask": bias}
+        padded = pad(v, (0, missing)) if missing else v
+        return scaled_dot_product_attention(q, k, padded, **given)[..., : v.shape[-1]]
+
+    return attention
 
 
 def _note(case: Case) -> str:
-    if case.softcap:
+    if case.softcap or case.sinks:
         return "separate operations"
-    return "SDPA with a float mask" if case.window else "SDPA"
+    if case.hv:
+        return "SDPA, values padded to the keys' head dim"
+    if case.kept or case.packed:
+        return "SDPA with a bool mask"
+    return "SDPA with a float mask" if case.window or case.bias else "SDPA"
 
 
 def _prepare(case: Case, inputs: Inputs, threads: int, own_layout: bool) -> Runner:
@@ -72,7 +96,11 @@ def _prepare(case: Case, inputs: Inputs, threads: int, own_layout: bool) -> Runn
     tracked = [x.detach().clone(memory_format=torch.preserve_format) for x in plain]
     tracked = [x.requires_grad_() for x in tracked]
     dout = tensor(inputs.dout)
-    attention = _with_softcap(case, case.softcap) if case.softcap else _fused(case)
+    if case.bias == "pairs":
+        plain.append(torch.from_numpy(inputs.options["bias"]).to(_dtype(case)))
+        tracked.append(plain[-1].clone().requires_grad_())
+    in_steps = case.softcap or case.sinks
+    attention = _in_steps(case, inputs) if in_steps else _fused(case, inputs)
     graph: list[torch.Tensor] = []
 
     def forward() -> torch.Tensor:
@@ -88,7 +116,10 @@ def _prepare(case: Case, inputs: Inputs, threads: int, own_layout: bool) -> Runn
         forward=forward,
         as_output=array,
         backward=backward,
-        as_gradients=lambda gradients: tuple(array(x) for x in gradients),
+        as_gradients=lambda gradients: (
+            *(array(x) for x in gradients[:3]),
+            *(np.asarray(x.float()) for x in gradients[3:]),
+        ),
         note=_note(case),
     )
 
